@@ -1,0 +1,61 @@
+"""Every exception that telegrad raises.  The type says whose fault it is."""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuthenticationError",
+    "NotInitializedError",
+    "ProtocolError",
+    "RemoteError",
+    "RendezvousError",
+    "RpcTimeoutError",
+    "SerializationError",
+    "TelegradError",
+    "UnknownWorkerError",
+    "UsageError",
+    "WorkerLostError",
+]
+
+
+class TelegradError(RuntimeError):
+    """The root of the tree; a ``RuntimeError``, as ``torch.distributed.rpc`` raises."""
+
+
+class UsageError(TelegradError, ValueError):
+    """The caller asked for something that cannot be: a bad name, option, or argument."""
+
+
+class NotInitializedError(UsageError):
+    """The program used RPC before ``init_rpc`` or after ``shutdown``."""
+
+
+class UnknownWorkerError(UsageError):
+    """The program named a worker that is not in the job."""
+
+
+class SerializationError(TelegradError, TypeError):
+    """A value cannot cross the wire, or the other side cannot rebuild it."""
+
+
+class RemoteError(TelegradError):
+    """The callee raised an exception whose own type cannot be rebuilt here."""
+
+
+class RpcTimeoutError(TelegradError, TimeoutError):
+    """A call got no answer within its timeout.  The callee may still be running it."""
+
+
+class WorkerLostError(TelegradError, ConnectionError):
+    """A worker died, or the way to it was cut, before it answered."""
+
+
+class RendezvousError(TelegradError):
+    """The workers of a job could not find each other, or do not fit together."""
+
+
+class AuthenticationError(TelegradError):
+    """A peer could not prove that it belongs to this job."""
+
+
+class ProtocolError(TelegradError):
+    """A peer sent bytes that are not telegrad's protocol; its connection is closed."""

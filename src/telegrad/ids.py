@@ -1,0 +1,32 @@
+"""The ids of workers, calls and references, and the generators that make them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple, NewType
+
+WorkerId = NewType("WorkerId", int)
+CallId = NewType("CallId", int)
+
+MAX_WORKERS = 1 << 16  # a context id gives the worker's id 16 bits
+
+
+class GlobalId(NamedTuple):
+    """An id that is unique in a job without asking anyone: who made it, and that worker's count."""
+
+    created_on: int
+    local_id: int
+
+    def __repr__(self) -> str:
+        return f"{self.created_on}:{self.local_id}"
+
+
+class IdSource:
+    """Hands out the global ids of one worker.  ``next`` on a counter is atomic under the GIL."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        self._worker = worker
+        self._counter = itertools.count()
+
+    def next(self) -> GlobalId:
+        return GlobalId(self._worker, next(self._counter))

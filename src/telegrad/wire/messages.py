@@ -1,0 +1,217 @@
+"""Every message that crosses the wire.
+
+A message is a frozen record.  The codec writes it as a header that cannot execute code; tensors and pickled
+user objects ride beside it as buffers, described by the message's :class:`Body`.
+
+=============== ================== =================== ==========================================================
+message         sender             answered by         may take effect twice?
+=============== ================== =================== ==========================================================
+Call            caller             Reply or Failure    never repeated
+RemoteCall      creator of an RRef Reply or Failure    never repeated
+Fetch           user of an RRef    Reply or Failure    yes, it only reads
+Barrier         shutdown           Reply or Failure    yes, the leader counts workers, not messages
+Reply, Failure  callee             nothing             an unknown call id is ignored
+Note            anyone             NoteAck             repeated until acknowledged; the receiver takes it once
+NoteAck         receiver of a Note nothing             yes
+Taken           receiver of a body nothing             yes
+Ping            dialler            Pong                yes
+Pong            listener           nothing             yes
+Goodbye         anyone             nothing             yes
+=============== ================== =================== ==========================================================
+
+The payloads of a Note are the RRef fork protocol (see ``rref.ledger``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Union
+
+import msgspec
+
+from telegrad.ids import GlobalId
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The base of all records: positional on the wire, so small, and checked field by field when read."""
+
+
+# --- the body: a value and what it is made of -------------------------------------------------------------------
+
+
+class TensorMeta(_Record):
+    """How to rebuild one tensor.  ``parts`` are its components where one buffer is not enough (sparse, quantised)."""
+
+    dtype: int
+    shape: tuple[int, ...]
+    buffer: int = -1
+    stride: tuple[int, ...] | None = None  # None: contiguous
+    offset: int = 0  # in elements
+    flags: int = 0
+    layout: int = 0
+    parts: tuple["TensorMeta", ...] = ()
+    scalars: tuple[float, ...] = ()
+    device: str | None = None  # where the receiver should put it; None: the CPU
+
+
+class InPeer(_Record):
+    """A buffer that stays in the sender's memory until the receiver copies it from there (the same-host lane)."""
+
+    address: int
+    size: int
+
+
+class RRefFork(_Record):
+    """A reference on its way from ``parent`` to the receiver of the message."""
+
+    rref_id: GlobalId
+    fork_id: GlobalId
+    owner: int
+    parent: int
+    type_name: str = ""
+
+
+#: A buffer inside the header, the length of one that follows it, or one that waits in the sender's memory.
+Buffer = Union[bytearray, int, InPeer]
+
+
+class Body(_Record):
+    """A Python value on the wire: a plain ``tree``, or a pickle in ``buffers[pickle]``, over tables of big things."""
+
+    tree: Any = None
+    pickle: int = -1
+    pickle_buffers: tuple[int, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    tensors: tuple[TensorMeta, ...] = ()
+    rrefs: tuple[RRefFork, ...] = ()
+    extra: Any = None  # what the outgoing interceptor wants its twin to know
+
+
+EMPTY_BODY = Body()
+
+
+# --- calls ----------------------------------------------------------------------------------------------------
+
+
+class Call(_Record, tag=1):
+    """Run a callable.  ``function`` is its name; empty when the callable itself is in the body."""
+
+    call_id: int
+    function: str
+    body: Body = EMPTY_BODY
+
+
+class RemoteCall(_Record, tag=2):
+    """Run a callable and keep its result under ``rref_id``.  Answered when the owner has noted the reference."""
+
+    call_id: int
+    function: str
+    rref_id: GlobalId
+    fork_id: GlobalId
+    body: Body = EMPTY_BODY
+
+
+class Fetch(_Record, tag=3):
+    """Send the value of a reference, once there is one."""
+
+    call_id: int
+    rref_id: GlobalId
+
+
+class Reply(_Record, tag=4):
+    call_id: int
+    body: Body = EMPTY_BODY
+
+
+class Failure(_Record, tag=5):
+    """The callee raised.  ``body`` holds the exception where it could be pickled."""
+
+    call_id: int
+    worker: str
+    type_name: str
+    text: str
+    traceback: str = ""
+    body: Body = EMPTY_BODY
+
+
+class Taken(_Record, tag=6):
+    """The receiver has copied the buffers of that message out of the sender's memory."""
+
+    token: int
+
+
+# --- the connection -------------------------------------------------------------------------------------------
+
+
+class Ping(_Record, tag=7):
+    pass
+
+
+class Pong(_Record, tag=8):
+    pass
+
+
+class Goodbye(_Record, tag=9):
+    """The sender shuts down on purpose; what follows is not a loss."""
+
+
+class Barrier(_Record, tag=10):
+    """Answered with whether to go round again, when every worker that is alive has sent one for this round."""
+
+    call_id: int
+    round: int
+    active: bool
+
+
+# --- notes: internal messages that take effect exactly once ---------------------------------------------------
+
+
+class ForkRequest(_Record, tag=20):
+    """A user tells the owner that it now holds a fork."""
+
+    rref_id: GlobalId
+    fork_id: GlobalId
+
+
+class ForkAccepted(_Record, tag=21):
+    """The owner counts that fork."""
+
+    fork_id: GlobalId
+
+
+class ForkRefused(_Record, tag=22):
+    """The owner has no such value any more (only after a worker was lost)."""
+
+    fork_id: GlobalId
+
+
+class ChildConfirmed(_Record, tag=23):
+    """A child tells its parent that the owner knows of it, so that the parent may go."""
+
+    fork_id: GlobalId
+
+
+class UserDelete(_Record, tag=24):
+    """A user's fork is gone."""
+
+    rref_id: GlobalId
+    fork_id: GlobalId
+
+
+NotePayload = Union[ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete]
+
+
+class Note(_Record, tag=30):
+    """``seq`` counts the notes from this sender to this receiver; all below ``floor`` are acknowledged."""
+
+    seq: int
+    floor: int
+    payload: NotePayload
+
+
+class NoteAck(_Record, tag=31):
+    seq: int
+
+
+Message = Union[
+    Call, RemoteCall, Fetch, Reply, Failure, Taken, Ping, Pong, Goodbye, Barrier, Note, NoteAck,
+]  # fmt: skip
