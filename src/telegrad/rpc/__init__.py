@@ -1,0 +1,49 @@
+"""Call functions on other workers.
+
+The names, signatures and behaviour are those of ``torch.distributed.rpc``; a program moves over by changing its imports.
+
+* :func:`init_rpc`, :func:`shutdown`: join a job and leave it (``options``, ``stores``, ``rendezvous``, ``network``)
+* :func:`rpc_sync`, :func:`rpc_async`, :func:`remote`: run a callable on a worker
+* :class:`RRef`: a counted reference to a value that lives on its owner
+* :func:`get_worker_info`, :class:`WorkerInfo`: who is who
+* :mod:`functions`: ``async_execution``, for functions that answer when a future of theirs is done
+* :func:`export`: functions that may be called where pickle is switched off
+"""
+
+from telegrad.rpc import functions
+from telegrad.rpc.api import (
+    BackendType,
+    debug_info,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    remote,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rref.rref import RRef
+from telegrad.wire.callables import export
+from telegrad.worker import WorkerInfo
+
+#: The name under which programs written for ``torch.distributed.rpc`` know the options.
+TensorPipeRpcBackendOptions = RpcBackendOptions
+
+__all__ = [
+    "BackendType",
+    "RRef",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "debug_info",
+    "export",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

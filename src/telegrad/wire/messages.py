@@ -17,6 +17,7 @@ Taken           receiver of a body nothing             yes
 Ping            dialler            Pong                yes
 Pong            listener           nothing             yes
 Goodbye         anyone             nothing             yes
+LaneOpen        anyone             nothing             yes
 =============== ================== =================== ==========================================================
 
 The payloads of a Note are the RRef fork protocol (see ``rref.ledger``).
@@ -154,6 +155,10 @@ class Goodbye(_Record, tag=9):
     """The sender shuts down on purpose; what follows is not a loss."""
 
 
+class LaneOpen(_Record, tag=11):
+    """The sender can read the receiver's memory, which may leave big buffers there for it."""
+
+
 class Barrier(_Record, tag=10):
     """Answered with whether to go round again, when every worker that is alive has sent one for this round."""
 
@@ -213,5 +218,5 @@ class NoteAck(_Record, tag=31):
 
 
 Message = Union[
-    Call, RemoteCall, Fetch, Reply, Failure, Taken, Ping, Pong, Goodbye, Barrier, Note, NoteAck,
+    Call, RemoteCall, Fetch, Reply, Failure, Taken, Ping, Pong, Goodbye, LaneOpen, Barrier, Note, NoteAck,
 ]  # fmt: skip

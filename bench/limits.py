@@ -1,0 +1,80 @@
+"""What the machine itself can do, measured in the same rounds: the scale on which a library's figures are read."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.row import Case, Plan, WrongReplyError
+
+__all__ = ["LIMITS", "Limit", "answer_round_trips"]
+
+_MESSAGE_BYTES = 64
+_MEMCPY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A raw limit; its case gets the socket to the other process instead of a library."""
+
+    name: str
+    title: str
+    case: Callable[[socket.socket], Case[Any]]
+    plan: Plan
+    quick: Plan
+    payload: int = 0
+    """Bytes that one sample moves; more than none makes the limit a bandwidth."""
+
+
+class _RoundTrip(Case[bytes]):
+    """64 bytes to another process and back: blocking Unix sockets, one thread on each end, Python."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+
+    def run(self, index: int) -> bytes:
+        self._peer.sendall(index.to_bytes(_MESSAGE_BYTES, "little"))
+        return self._peer.recv(_MESSAGE_BYTES, socket.MSG_WAITALL)
+
+    def check(self, index: int, reply: bytes) -> None:
+        if reply != index.to_bytes(_MESSAGE_BYTES, "little"):
+            raise WrongReplyError(f"round trip {index} came back changed")
+
+
+def answer_round_trips(peer: socket.socket) -> None:
+    """The other process's part: send back whatever comes, until the caller hangs up."""
+    while message := peer.recv(_MESSAGE_BYTES, socket.MSG_WAITALL):
+        peer.sendall(message)
+
+
+class _Memcpy(Case[torch.Tensor]):
+    """One thread copies 64 MB into memory that has been written before: no page faults, no allocation."""
+
+    held = 1
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._source = torch.arange(_MEMCPY_BYTES // 4, dtype=torch.float32)
+        self._target = torch.zeros_like(self._source)
+
+    def prepare(self, index: int) -> None:
+        self._source[::1024] = -1.0 - index
+
+    def run(self, index: int) -> torch.Tensor:
+        return self._target.copy_(self._source)
+
+    def check(self, index: int, reply: torch.Tensor) -> None:
+        if not torch.equal(reply, self._source):
+            raise WrongReplyError(f"copy {index} differs from its source")
+
+
+LIMITS = {
+    limit.name: limit
+    for limit in (
+        Limit("round_trip", "raw Unix-socket round trip", _RoundTrip, Plan(warmup=100, samples=400), Plan(5, 20)),
+        Limit("memcpy", "memcpy into reused memory", _Memcpy, Plan(2, 8), Plan(1, 2), payload=_MEMCPY_BYTES),
+    )
+}

@@ -1,0 +1,103 @@
+"""The order of a run.
+
+The sides take turns within each row of each round, in reverse order in every second round:
+
+    round 1   empty_call: telegrad torch raw | small_tensor: telegrad torch | echo_1mb: telegrad torch raw | ...
+    round 2   empty_call: raw torch telegrad | small_tensor: torch telegrad | echo_1mb: raw torch telegrad | ...
+
+A ratio is taken within one row of one round, between figures that are at most seconds old, and neither side always
+profits from coming first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from bench.limits import LIMITS
+from bench.results import RAW, Failure, Results
+from bench.row import Plan, Row
+from bench.side import Side, SideFailedError
+
+__all__ = ["Schedule", "run"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What to run."""
+
+    rows: Sequence[Row]
+    libraries: Sequence[str]
+    rounds: int
+    quick: bool
+    timeout: float
+    """Seconds that a side has for its start, and for one row of one round."""
+    budget: float
+    """No further round starts when it would end, at the last one's pace, after this many seconds."""
+
+    def plan(self, row: Row, side: str) -> tuple[str, Plan] | None:
+        """What a side does in a row: the name and counts of the row, or of the limit next to it, or nothing."""
+        if side != RAW:
+            return row.name, (row.quick or row.plan) if self.quick else row.plan
+        if row.near is None:
+            return None
+        limit = LIMITS[row.near.limit]
+        return limit.name, limit.quick if self.quick else limit.plan
+
+
+def run(schedule: Schedule, tell: Callable[[str], None]) -> Results:
+    """Run it all.  ``SideFailedError`` when a side does not even start; later failures are in the results."""
+    results = Results()
+    started = time.monotonic()
+    sides = [Side(name, schedule.timeout) for name in (*schedule.libraries, RAW)]
+    with ExitStack() as stack:
+        for side in sides:
+            stack.callback(side.kill)
+            side.spawn()
+        for side in sides:
+            side.wait_ready()
+        tell(f"{', '.join(side.name for side in sides)} are up after {time.monotonic() - started:.1f} s")
+        _rounds(schedule, sides, results, started, tell)
+        for side in sides:
+            if problem := side.stop():
+                results.failures.append(Failure(side.name, "shutdown", problem))
+    results.seconds = time.monotonic() - started
+    return results
+
+
+def _rounds(
+    schedule: Schedule, sides: Sequence[Side], results: Results, started: float, tell: Callable[[str], None]
+) -> None:
+    rows = list(schedule.rows)
+    for index in range(schedule.rounds):
+        round_started = time.monotonic()
+        order = sides if index % 2 == 0 else sides[::-1]
+        for row in list(rows):
+            if not _one_round(schedule, row, order, results, tell):
+                rows.remove(row)
+        now = time.monotonic()
+        tell(f"round {index + 1} of {schedule.rounds}: {now - round_started:.1f} s")
+        if index + 1 < schedule.rounds and now - started + (now - round_started) > schedule.budget:
+            tell(f"the budget of {schedule.budget:g} s is used up: no more rounds")
+            return
+
+
+def _one_round(
+    schedule: Schedule, row: Row, order: Sequence[Side], results: Results, tell: Callable[[str], None]
+) -> bool:
+    """One row of one round; False if a side failed in it."""
+    samples: dict[str, list[float]] = {}
+    for side in order:
+        job = schedule.plan(row, side.name)
+        if job is None:
+            continue
+        try:
+            samples[side.name] = side.measure(*job)
+        except SideFailedError as error:
+            results.failures.append(Failure(side.name, row.name, str(error)))
+            tell(f"{side.name} failed in {row.name}; the row is left out from here on")
+            return False
+    results.add_round(row.name, samples)
+    return True

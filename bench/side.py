@@ -1,0 +1,188 @@
+"""The parent's end of one side: a caller and a callee process that live through the whole run.
+
+Every wait has a timeout.  A side that misses one is asked for its stacks (``SIGUSR1``, see ``worker``), killed, and
+reported as ``SideFailedError``; the next order starts a fresh pair.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+from bench.protocol import Done, Failed, Measure, Ready, Stop
+from bench.row import Plan
+from bench.worker import CALLEE, CALLER
+
+__all__ = ["Side", "SideFailedError"]
+
+_ROOT = Path(__file__).resolve().parent.parent
+_STOP_TIMEOUT = 15.0
+_STACKS_PAUSE = 0.5
+_LOG_TAIL = 12_000
+
+
+class SideFailedError(Exception):
+    """A side hung, died, or answered wrongly.  The text has what was asked, the error, and the stacks of both ends."""
+
+
+@dataclass
+class _Worker:
+    role: str
+    process: subprocess.Popen[bytes]
+    orders: Connection
+    log: IO[bytes]
+
+    def tail(self) -> str:
+        """The end of what the worker wrote, stacks included."""
+        size = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(0, size - _LOG_TAIL))
+        return self.log.read().decode(errors="replace").strip()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.orders.close()
+        self.log.close()
+
+
+class Side:
+    """``name`` is a library's, or ``"raw"``; ``timeout`` is for the start, and for each order."""
+
+    def __init__(self, name: str, timeout: float) -> None:
+        self.name = name
+        self.timeout = timeout
+        self._workers: list[_Worker] = []
+        self._ready = False
+
+    def __repr__(self) -> str:
+        states = ", ".join(f"{worker.role} pid {worker.process.pid}" for worker in self._workers)
+        return f"<Side {self.name}: {states or 'not running'}>"
+
+    def spawn(self) -> None:
+        """Start both processes and return at once, so that all sides can come up at the same time."""
+        self._ready = False
+        port = str(_free_port())
+        ends = socket.socketpair()
+        for role, end in zip((CALLER, CALLEE), ends, strict=True):
+            self._workers.append(self._start(role, end, port))
+            end.close()
+
+    def wait_ready(self) -> None:
+        """Wait until both processes have found each other."""
+        for worker in self._workers:
+            self._expect(worker, Ready, "starting")
+        self._ready = True
+
+    def measure(self, name: str, plan: Plan) -> list[float]:
+        """Run one row or raw limit; the seconds of each timed call."""
+        if not self._workers:
+            self.spawn()
+        if not self._ready:
+            self.wait_ready()
+        caller = self._workers[0]
+        self._send(caller, Measure(name, plan, self.timeout), name)
+        reply = self._expect(caller, Done, name)
+        assert isinstance(reply, Done)
+        return reply.samples
+
+    def stop(self) -> str | None:
+        """Let the pair leave its job in order, or kill it; what went wrong, if anything did."""
+        deadline = time.monotonic() + _STOP_TIMEOUT
+        problem = None
+        try:
+            for worker in self._workers:
+                with suppress(OSError):  # a raw callee leaves as soon as its caller does
+                    worker.orders.send(Stop(_STOP_TIMEOUT))
+            for worker in self._workers:
+                try:
+                    code = worker.process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    raise self._fail(
+                        "stopping", f"the {worker.role} did not leave within {_STOP_TIMEOUT:g} s"
+                    ) from None
+                if code != 0:
+                    raise self._fail("stopping", f"the {worker.role} exited with code {code}")
+        except SideFailedError as error:
+            problem = str(error)
+        self.kill()
+        return problem
+
+    def kill(self) -> None:
+        """End both processes now."""
+        for worker in self._workers:
+            worker.close()
+        self._workers.clear()
+        self._ready = False
+
+    def _start(self, role: str, peer: socket.socket, port: str) -> _Worker:
+        ours, theirs = socket.socketpair()
+        log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
+        command = [sys.executable, "-m", "bench.worker", "--side", self.name, "--role", role]
+        command += ["--orders", str(theirs.fileno()), "--peer", str(peer.fileno()), "--timeout", str(self.timeout)]
+        paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=(theirs.fileno(), peer.fileno()),
+        )
+        theirs.close()
+        return _Worker(role, process, Connection(ours.detach()), log)
+
+    def _send(self, worker: _Worker, order: Measure, asked: str) -> None:
+        try:
+            worker.orders.send(order)
+        except OSError as error:
+            raise self._fail(asked, f"the {worker.role} is gone ({error})") from None
+
+    def _expect(self, worker: _Worker, kind: type[Done | Ready], asked: str) -> Done | Ready:
+        try:
+            if not worker.orders.poll(self.timeout):
+                raise self._fail(asked, f"no answer from the {worker.role} within {self.timeout:g} s")
+            reply = worker.orders.recv()
+        except (EOFError, OSError):
+            raise self._fail(asked, f"the {worker.role} died") from None
+        if isinstance(reply, Failed):
+            raise self._fail(asked, f"the {worker.role} failed\n{reply.traceback}")
+        assert isinstance(reply, kind), reply
+        return reply
+
+    def _fail(self, asked: str, problem: str) -> SideFailedError:
+        """Collect the stacks of both ends, kill them, and put it all into one error."""
+        running = [worker for worker in self._workers if worker.process.poll() is None]
+        for worker in running:
+            worker.process.send_signal(signal.SIGUSR1)
+        if running:
+            time.sleep(_STACKS_PAUSE)
+        parts = [f"{self.name}: {asked}: {problem}"]
+        for worker in self._workers:
+            state = "running" if worker in running else f"exit code {worker.process.poll()}"
+            parts.append(f"--- {self.name} {worker.role} ({state}) ---\n{worker.tail()}")
+        self.kill()
+        return SideFailedError("\n".join(parts))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

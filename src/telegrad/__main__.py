@@ -1,0 +1,7 @@
+"""``python -m telegrad`` is the ``telegrad`` command."""
+
+import sys
+
+from telegrad.cli import main
+
+sys.exit(main())

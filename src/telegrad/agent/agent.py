@@ -1,0 +1,487 @@
+"""The agent of one worker: drives links, pool, calls and notes.
+
+It knows nothing of references or autograd.  Whoever composes the worker hands it a table of handlers, one per message
+type, and two interceptors, one for the tensors of a body going out and one for those of a body coming in.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.agent.calls import Calls, Waiting
+from telegrad.agent.clock import Clock
+from telegrad.agent.failures import failure_of, raise_failure
+from telegrad.agent.futures import Future
+from telegrad.agent.link import Link
+from telegrad.agent.notes import Inbox, Outbox
+from telegrad.agent.peers import Peer, PeerState, WorkerRecord
+from telegrad.agent.pool import Pool, Work
+from telegrad.errors import RpcTimeoutError, TelegradError, UnknownWorkerError, WorkerLostError
+from telegrad.transport import lane
+from telegrad.transport.buffers import BufferPool
+from telegrad.wire import codec, values
+from telegrad.wire.frames import Frame
+from telegrad.wire.messages import (
+    Body,
+    Failure,
+    Goodbye,
+    InPeer,
+    LaneOpen,
+    Message,
+    Note,
+    NoteAck,
+    NotePayload,
+    Ping,
+    Pong,
+    Reply,
+    RRefFork,
+    Taken,
+)
+
+log = logging.getLogger("telegrad.agent")
+
+Handler = Callable[[Link, Frame], None]
+Incoming = Callable[[int, Any, list[Tensor]], AbstractContextManager[None] | None]
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    threads: int = 16
+    timeout: float = 60.0
+    heartbeat: float = 10.0
+    allow_pickle: bool = True
+    note_pause: float = 0.5  # before an unacknowledged note is sent again the first time
+
+
+class Ticket:
+    """Where the outcome of one call arrives.  Plain slots and a lock: a ``threading.Event`` costs 3 us more a call."""
+
+    __slots__ = ("future", "gate", "link", "outcome")
+
+    def __init__(self, link: Link, future: Future | None) -> None:
+        self.link = link
+        self.future = future
+        self.outcome: Frame | TelegradError | None = None
+        self.gate = threading.Lock()
+        self.gate.acquire()
+
+    def settled(self) -> bool:
+        return self.outcome is not None
+
+
+class Agent:
+    def __init__(
+        self,
+        me: WorkerRecord,
+        options: AgentOptions,
+        dial: Callable[[Agent, Peer], Link],
+        on_thread_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.me = me
+        self.options = options
+        self.pool = Pool(me.name, options.threads, on_thread_start)
+        self.calls: Calls[Ticket] = Calls()
+        self.buffers = BufferPool()
+        self.handlers: dict[type, Handler] = {}
+        self.note_handlers: dict[type, Callable[[int, Any], None]] = {}
+        self.lost_handlers: list[Callable[[int], None]] = []
+        self.incoming: Incoming | None = None
+        self.make_reference: Callable[[RRefFork], Any] = _no_references
+        self.find_record: Callable[[str], WorkerRecord | None] = lambda name: None
+        self.closing = False
+        self.started_calls = 0
+        self._dial = dial
+        self._lock = threading.Lock()
+        self._outbox = Outbox(options.note_pause)
+        self._inbox = Inbox()
+        self._peers: dict[int, Peer] = {}
+        self._names: dict[str, Peer] = {}
+        self._clock = Clock(me.name, self._tick)
+
+    # --- peers --------------------------------------------------------------------------------------------------
+
+    def add_peer(self, record: WorkerRecord, route: values.Route) -> Peer:
+        with self._lock:
+            peer = self._peers.get(record.worker_id)
+            if peer is None:
+                peer = self._peers[record.worker_id] = Peer(record, route)
+                self._names[record.name] = peer
+            return peer
+
+    def peer(self, to: int | str) -> Peer:
+        """The peer of that name or id."""
+        peer = self._names.get(to) if isinstance(to, str) else self._peers.get(to)
+        if peer is None:
+            if isinstance(to, str) and self.find_record(to) is not None:
+                return self._names[to]
+            known = ", ".join(sorted(self._names))
+            raise UnknownWorkerError(f"no worker {to!r} in this job; it has {known}")
+        return peer
+
+    @property
+    def peers(self) -> list[Peer]:
+        return list(self._peers.values())
+
+    def link_to(self, peer: Peer) -> Link:
+        """The link for our calls to a peer, dialled when first needed."""
+        link = peer.link
+        if link is not None:
+            return link
+        if peer.state is not PeerState.KNOWN:
+            raise self._gone(peer, "was asked for nothing")
+        with peer.dialling:
+            if peer.link is None:
+                try:
+                    peer.link = self._dial(self, peer)
+                except (ConnectionError, FileNotFoundError) as error:
+                    self.peer_gone(peer, PeerState.LOST, f"cannot connect to it: {error}")
+                    raise self._gone(peer, "could be reached") from error
+                self._greet(peer, peer.link)
+            return peer.link
+
+    def accepted(self, link: Link) -> None:
+        """A peer has dialled us."""
+        peer = self.peer(link.peer_id)
+        peer.accepted.add(link)
+        self._greet(peer, link)
+
+    def _greet(self, peer: Peer, link: Link) -> None:
+        """Tells the peer when we can read its memory, so that it may leave big buffers there for us."""
+        record = peer.record
+        if record.host == self.me.host and peer.id != self.me.worker_id and lane.can_read(
+            record.pid, record.lane_address, record.lane_word
+        ):
+            link.send(LaneOpen())
+
+    def _gone(self, peer: Peer, before: str) -> WorkerLostError:
+        verb = "has shut down" if peer.state is PeerState.LEFT else "is lost"
+        reason = f" ({peer.reason})" if peer.reason else ""
+        return WorkerLostError(f"worker {peer.name!r} {verb}{reason} before it {before}")
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def pack(self, peer: Peer, link: Link, value: Any) -> values.Parcel:
+        return values.pack(value, peer.route, codec.encode, lane.LANE_LIMIT if link.lane_open else None)
+
+    def start_call(
+        self,
+        peer: Peer,
+        what: str,
+        timeout: float,
+        message: Callable[[int, Body], Message],
+        value: Any = None,
+        future: Future | None = None,
+    ) -> Waiting[Ticket]:
+        """Sends a request.  ``message`` makes it from its id and body."""
+        link = self.link_to(peer)
+        parcel = self.pack(peer, link, value) if value is not None else values.EMPTY_PARCEL
+        waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, Ticket(link, future))
+        self.started_calls += 1
+        if waiting.deadline < self._clock.next_tick:
+            self._clock.wake_at(waiting.deadline)
+        if future is not None:
+            future._help = lambda: self._help(waiting)
+        if parcel.stays:
+            link.held[waiting.call_id] = parcel.keep
+        link.send(message(waiting.call_id, parcel.body), parcel.stream)
+        if peer.state is not PeerState.KNOWN:  # it went between our look and our send
+            self._fail_calls(peer)
+        return waiting
+
+    def wait(self, waiting: Waiting[Ticket]) -> Any:
+        """The value of a call's answer, or its error, on the thread that called."""
+        ticket = waiting.ticket
+        self._help(waiting)
+        if ticket.outcome is None:
+            self._block(ticket, waiting.deadline)
+            if ticket.outcome is None and self.calls.finish(waiting.call_id) is not None:
+                raise self._timed_out(waiting)
+        if ticket.outcome is None:
+            ticket.gate.acquire()  # somebody is settling it at this moment
+        return self._result(ticket)
+
+    def _help(self, waiting: Waiting[Ticket]) -> None:
+        ticket = waiting.ticket
+        if self.pool.runs_here():
+            with self.pool.blocked():
+                ticket.link.help_read(ticket.settled, waiting.deadline)
+        else:
+            ticket.link.help_read(ticket.settled, waiting.deadline)
+
+    def _block(self, ticket: Ticket, deadline: float) -> None:
+        timeout = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        if self.pool.runs_here():
+            with self.pool.blocked():
+                ticket.gate.acquire(timeout=timeout)
+        else:
+            ticket.gate.acquire(timeout=timeout)
+
+    def _result(self, ticket: Ticket) -> Any:
+        outcome = ticket.outcome
+        if isinstance(outcome, TelegradError):
+            raise outcome
+        assert outcome is not None
+        message = outcome.message
+        if type(message) is Reply:
+            body = message.body
+            if body.tree is None and not body.buffers and not body.rrefs:
+                return None
+            return self.open(ticket.link, message.call_id, body, outcome.buffers)[0]
+        assert isinstance(message, Failure)
+        details = self.open(ticket.link, message.call_id, message.body, outcome.buffers, quiet=True)[0]
+        raise_failure(message, details, self.options.allow_pickle)
+
+    def _timed_out(self, waiting: Waiting[Ticket]) -> RpcTimeoutError:
+        peer = self.peer(waiting.to)
+        seconds = waiting.deadline - waiting.started
+        return RpcTimeoutError(
+            f"{waiting.what} on worker {peer.name!r} got no answer within {seconds:g} s. It may still be running there; "
+            "give the call a longer timeout, or timeout=0 for none."
+        )
+
+    def _complete(self, ticket: Ticket, _: Any) -> None:
+        """Settles a future, on a thread that may run its callbacks."""
+        future = ticket.future
+        assert future is not None
+        future._help = None
+        try:
+            value = self._result(ticket)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+    def _settle(self, ticket: Ticket, outcome: Frame | TelegradError) -> Work | None:
+        """Hands an outcome over; what is left to do when a future with callbacks waits for it."""
+        ticket.outcome = outcome
+        ticket.gate.release()
+        return (self._complete, ticket, None) if ticket.future is not None else None
+
+    # --- what comes in ------------------------------------------------------------------------------------------
+
+    def arrived(self, link: Link, frames: Iterable[Frame]) -> Sequence[Work]:
+        """Settles the calls that wait, at once; what may block or run user code is left to the caller."""
+        work: list[Work] = []
+        for frame in frames:
+            message = frame.message
+            kind = type(message)
+            if kind is Reply or kind is Failure:
+                waiting = self.calls.finish(message.call_id)  # type: ignore[union-attr]
+                if waiting is None:
+                    work.append((self._discard, link, frame))
+                elif (rest := self._settle(waiting.ticket, frame)) is not None:
+                    work.append(rest)
+            elif kind is Taken:
+                link.held.pop(message.token, None)  # type: ignore[union-attr]
+            elif kind is NoteAck:
+                with self._lock:
+                    self._outbox.acknowledged(link.peer_id, message.seq)  # type: ignore[union-attr]
+            elif kind is LaneOpen:
+                link.lane_open = True
+            elif kind is not Pong:
+                work.append((self._handle, link, frame))
+        return work
+
+    def _handle(self, link: Link, frame: Frame) -> None:
+        message = frame.message
+        kind = type(message)
+        if kind is Ping:
+            link.send(Pong())
+        elif kind is Note:
+            self._take_note(link, message)  # type: ignore[arg-type]
+        elif kind is Goodbye:
+            self.peer_gone(self.peer(link.peer_id), PeerState.LEFT, "")
+        else:
+            self.handlers[kind](link, frame)
+
+    def _discard(self, link: Link, frame: Frame) -> None:
+        """An answer that nobody waits for any more: let go of what it holds over there."""
+        message = frame.message
+        assert isinstance(message, Reply | Failure)
+        if any(type(buffer) is InPeer for buffer in message.body.buffers):
+            link.send(Taken(message.call_id))
+        for fork in message.body.rrefs:
+            self.make_reference(fork)
+
+    def open(
+        self, link: Link, token: int, body: Body, streamed: list[Any], quiet: bool = False
+    ) -> tuple[Any, AbstractContextManager[None] | None]:
+        """The value of a body, and the scope in which the incoming interceptor wants it used."""
+        scope = None
+        rrefs = [self.make_reference(fork) for fork in body.rrefs] if body.rrefs else []
+        fetched = self._fetch(link, token, body)
+        buffers = codec.complete(body, streamed, fetched) if body.buffers else []
+        tensors = values.tensors_of(body, buffers)
+        if body.extra is not None and self.incoming is not None:
+            scope = self.incoming(link.peer_id, body.extra, tensors)
+        try:
+            return values.unpack(body, buffers, rrefs, tensors, self.options.allow_pickle), scope
+        except TelegradError:
+            if quiet:
+                return None, scope
+            raise
+
+    def _fetch(self, link: Link, token: int, body: Body) -> list[Any]:
+        remote = [buffer for buffer in body.buffers if type(buffer) is InPeer]
+        if not remote:
+            return []
+        record = self.peer(link.peer_id).record
+        fetched = []
+        for buffer in remote:
+            memory = self.buffers.lend(buffer.size)
+            lane.fetch(record.pid, buffer.address, memory, record.name)
+            fetched.append(memory)
+        link.send(Taken(token))
+        return fetched
+
+    # --- answers ------------------------------------------------------------------------------------------------
+
+    def answer(self, link: Link, call_id: int, value: Any) -> None:
+        """Sends a result; one that cannot be sent becomes a clear error over there."""
+        if value is None:
+            link.send(Reply(call_id))
+            return
+        try:
+            parcel = self.pack(self.peer(link.peer_id), link, value)
+        except Exception as error:
+            self.answer_failure(link, call_id, error)
+            return
+        if parcel.stays:
+            link.held[call_id] = parcel.keep
+        link.send(Reply(call_id, parcel.body), parcel.stream)
+
+    def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
+        peer = self.peer(link.peer_id)
+        failure, stream = failure_of(error, call_id, self.me.name, lambda value: self.pack(peer, link, value))
+        link.send(failure, stream)
+
+    # --- notes --------------------------------------------------------------------------------------------------
+
+    def post(self, to: int, payload: NotePayload) -> None:
+        """Sends an internal message that takes effect exactly once, or never when the receiver is gone."""
+        peer = self.peer(to)
+        if peer.state is not PeerState.KNOWN:
+            return
+        with self._lock:
+            note = self._outbox.post(to, payload, time.monotonic())
+        self._send_note(peer, note)
+
+    def _send_note(self, peer: Peer, note: Note) -> None:
+        try:
+            self.link_to(peer).send(note)
+        except TelegradError as error:
+            log.debug("note to %r not sent: %s", peer.name, error)  # it is repeated, or the peer is lost
+
+    def _take_note(self, link: Link, note: Note) -> None:
+        with self._lock:
+            first = self._inbox.accept(link.peer_id, note)
+        if first:
+            self.note_handlers[type(note.payload)](link.peer_id, note.payload)
+        link.send(NoteAck(note.seq))
+
+    @property
+    def unacknowledged(self) -> int:
+        with self._lock:
+            return len(self._outbox)
+
+    # --- failure ------------------------------------------------------------------------------------------------
+
+    def link_broken(self, link: Link, reason: str) -> None:
+        peer = self._peers.get(link.peer_id)
+        if peer is None or self.closing:
+            return
+        peer.accepted.discard(link)
+        if peer.link is link:
+            peer.link = None
+        self.peer_gone(peer, PeerState.LOST, reason)
+
+    def peer_gone(self, peer: Peer, state: PeerState, reason: str) -> None:
+        """A peer is lost, or has left: settle everything that waits for it.  Done once."""
+        with self._lock:
+            if peer.state is not PeerState.KNOWN:
+                return
+            peer.state, peer.reason = state, reason
+            self._outbox.lost(peer.id)
+            self._inbox.lost(peer.id)
+        if state is PeerState.LOST:
+            log.warning("worker %r: worker %r is lost: %s", self.me.name, peer.name, reason)
+        links = peer.links
+        peer.accepted.clear()
+        peer.link = None
+        for link in links:
+            link.close()
+        self._fail_calls(peer)
+        for handler in self.lost_handlers if not self.closing else ():
+            self.pool.submit((lambda act, worker: act(worker), handler, peer.id))
+
+    def _fail_calls(self, peer: Peer) -> None:
+        for waiting in self.calls.lost(peer.id):
+            work = self._settle(waiting.ticket, self._gone(peer, f"answered {waiting.what}"))
+            if work is not None:
+                self.pool.submit(work)
+
+    def _tick(self, now: float) -> float:
+        """Deadlines, repeats and heartbeats; returns when it wants to be called again."""
+        for waiting in self.calls.expire(now):
+            work = self._settle(waiting.ticket, self._timed_out(waiting))
+            if work is not None:
+                self.pool.submit(work)
+        with self._lock:
+            again = self._outbox.due(now)
+        for to, note in again:
+            self.pool.submit((self._send_note, self.peer(to), note))
+        for peer in self.peers:
+            if peer.id != self.me.worker_id:
+                self._check_pulse(peer, now)
+        pause = min(self.options.heartbeat / 4, 1.0)
+        if self._outbox:
+            pause = min(pause, self.options.note_pause)
+        return min(now + pause, self.calls.next_deadline())
+
+    def _check_pulse(self, peer: Peer, now: float) -> None:
+        for each in peer.links:
+            silence = now - each.last_heard
+            if silence > self.options.heartbeat:
+                self.link_broken(each, f"it was silent for {silence:.0f} s")
+            elif each.dialled and silence > self.options.heartbeat / 4:
+                # A full socket would block the clock, so a thread of the pool asks.
+                self.pool.submit((lambda to, _: to.send(Ping()), each, None))
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._clock.start()
+
+    def say_goodbye(self) -> None:
+        self.closing = True
+        for peer in self.peers:
+            for link in peer.links if peer.id != self.me.worker_id else ():
+                link.send(Goodbye())
+
+    def close(self, timeout: float = 5.0) -> None:
+        self.closing = True
+        self._clock.close()
+        for peer in self.peers:
+            for link in peer.links:
+                link.close()
+            self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
+        self.pool.close(timeout)
+
+    def __repr__(self) -> str:
+        return f"<Agent {self.me.name!r}: {self.calls!r}, {self.pool!r}, {self.peers!r}>"
+
+
+def _no_references(fork: RRefFork) -> Any:
+    raise TelegradError("a reference came to a worker that has no references")
+
+
+NO_DEADLINE = math.inf

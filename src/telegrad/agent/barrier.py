@@ -1,0 +1,95 @@
+"""The barrier of a graceful shutdown: nobody leaves while another still has work.
+
+The leader is the worker with the lowest id that is alive.  Each worker that has nothing left to do tells the leader, and
+whether it began anything since the last round; when all have, the leader answers whether to go round again.  A round in
+which nobody began anything is the last: then nothing is under way that could begin something.  If the leader dies, the
+workers turn to the next one; workers that are lost, or have left, are not waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.link import Link
+from telegrad.agent.peers import PeerState
+from telegrad.errors import TelegradError, WorkerLostError
+from telegrad.wire.frames import Frame
+from telegrad.wire.messages import Barrier
+
+
+@dataclass(slots=True)
+class _Round:
+    present: dict[int, Callable[[bool], None]] = field(default_factory=dict)  # how to answer each worker
+    active: bool = False
+
+
+class BarrierLeader:
+    """Every worker has one, in case it leads."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._lock = threading.Lock()
+        self._rounds: dict[int, _Round] = {}
+        agent.handlers[Barrier] = self._arrive
+        agent.lost_handlers.append(lambda _: self._look())
+
+    def _arrive(self, link: Link, frame: Frame) -> None:
+        message = frame.message
+        assert isinstance(message, Barrier)
+        with self._lock:
+            current = self._rounds.setdefault(message.round, _Round())
+            current.present[link.peer_id] = lambda again: self._agent.answer(link, message.call_id, again)
+            current.active |= message.active
+        self._look()
+
+    def _look(self) -> None:
+        """Answers the rounds in which all are present."""
+        alive = {peer.id for peer in self._agent.peers if peer.state is PeerState.KNOWN}
+        with self._lock:
+            complete = [number for number, current in self._rounds.items() if alive <= current.present.keys()]
+            finished = [self._rounds.pop(number) for number in complete]
+        for current in finished:
+            for answer in current.present.values():
+                answer(current.active)
+
+    def missing(self) -> list[str]:
+        """Who has not come to the oldest round, as far as this worker knows."""
+        with self._lock:
+            if not self._rounds:
+                return []
+            present = self._rounds[min(self._rounds)].present.keys()
+        return [p.name for p in self._agent.peers if p.state is PeerState.KNOWN and p.id not in present]
+
+    def find_the_dead(self) -> None:
+        """Reaches out to every worker: those that cannot be reached are lost, and no longer waited for."""
+        for peer in self._agent.peers:
+            if peer.state is PeerState.KNOWN and peer.link is None and not peer.accepted:
+                self._agent.pool.submit((lambda peer, _: _try_link(self._agent, peer), peer, None))
+
+
+def _try_link(agent: Agent, peer: object) -> None:
+    try:
+        agent.link_to(peer)  # type: ignore[arg-type]
+    except TelegradError:
+        pass  # the agent has noted the loss, or the peer is slow to start and will come
+
+
+def go_round(agent: Agent, leader: BarrierLeader, number: int, active: bool, timeout: float) -> bool:
+    """One round; whether another is needed."""
+    while True:
+        alive = [peer for peer in agent.peers if peer.state is PeerState.KNOWN]
+        if len(alive) <= 1:
+            return active
+        head = min(alive, key=lambda peer: peer.id)
+        if head.id == agent.me.worker_id:
+            leader.find_the_dead()
+        try:
+            waiting = agent.start_call(
+                head, "shutdown", timeout, lambda call_id, _: Barrier(call_id, number, active)
+            )
+            return bool(agent.wait(waiting))
+        except WorkerLostError:
+            continue  # the leader is gone: the next one leads

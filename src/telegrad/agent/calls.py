@@ -1,0 +1,64 @@
+"""Requests and their replies: which calls wait for which worker, and until when.
+
+No thread, socket or clock: the agent tells it what happened and obeys what it answers.  Every method is one atomic step
+on a dictionary under the GIL, so the hot path takes no lock.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Waiting(Generic[T]):
+    """One request that has not been answered."""
+
+    call_id: int
+    to: int
+    what: str
+    started: float
+    deadline: float  # math.inf: none
+    ticket: T = field(repr=False)  # the agent's own
+
+
+class Calls(Generic[T]):
+    def __init__(self) -> None:
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, Waiting[T]] = {}
+
+    def start(self, to: int, what: str, now: float, timeout: float, ticket: T) -> Waiting[T]:
+        """A request is about to go out; a timeout of 0 means none."""
+        deadline = now + timeout if timeout > 0 else math.inf
+        call_id = next(self._ids)
+        waiting = self._waiting[call_id] = Waiting(call_id, to, what, now, deadline, ticket)
+        return waiting
+
+    def finish(self, call_id: int) -> Waiting[T] | None:
+        """An answer came; None when nobody waits for it any more."""
+        return self._waiting.pop(call_id, None)
+
+    def lost(self, worker: int) -> list[Waiting[T]]:
+        """A worker is gone; the calls that it will never answer."""
+        return self._take([call for call in list(self._waiting.values()) if call.to == worker])
+
+    def expire(self, now: float) -> list[Waiting[T]]:
+        """The calls whose time is over."""
+        return self._take([call for call in list(self._waiting.values()) if call.deadline <= now])
+
+    def _take(self, calls: list[Waiting[T]]) -> list[Waiting[T]]:
+        return [call for call in calls if self._waiting.pop(call.call_id, None) is not None]
+
+    def next_deadline(self) -> float:
+        return min((call.deadline for call in list(self._waiting.values())), default=math.inf)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{call.what} of {call.to}" for call in list(self._waiting.values())[:5])
+        return f"<Calls {len(self)} waiting{': ' if shown else ''}{shown}>"

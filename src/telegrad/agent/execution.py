@@ -1,0 +1,112 @@
+"""What a callee does with a call: find the function, run it, and hand its result on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.link import Link
+from telegrad.errors import UsageError
+from telegrad.wire.callables import resolve
+from telegrad.wire.frames import Frame
+from telegrad.wire.messages import Call, RemoteCall
+
+#: The mark that ``functions.async_execution`` leaves; torch's own decorator leaves the same.
+ASYNC_MARK = "_wrapped_async_rpc_function"
+
+_NO_SCOPE = contextlib.nullcontext()
+
+
+@dataclass(slots=True)
+class Deferred:
+    """A result that is a future to wait for, returned by a function that was not marked itself."""
+
+    future: torch.futures.Future[Any]
+
+
+def is_async(function: Any) -> bool:
+    return getattr(function, ASYNC_MARK, None) is not None
+
+
+def checked_future(function: Any, result: Any) -> torch.futures.Future[Any]:
+    if not isinstance(result, torch.futures.Future):
+        name = getattr(function, "__qualname__", repr(function))
+        raise UsageError(
+            f"{name} is decorated with async_execution, so it must return a torch.futures.Future; "
+            f"it returned {type(result).__qualname__}"
+        )
+    return result
+
+
+def run_call(agent: Agent, link: Link, frame: Frame) -> None:
+    """The handler of :class:`Call`."""
+    message = frame.message
+    assert isinstance(message, Call)
+    call_id = message.call_id
+    execute(
+        agent,
+        link,
+        frame,
+        lambda value: agent.answer(link, call_id, value),
+        lambda error: agent.answer_failure(link, call_id, error),
+    )
+
+
+def execute(
+    agent: Agent,
+    link: Link,
+    frame: Frame,
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """Runs the function of a message; exactly one of the two callbacks gets the outcome, now or later."""
+    message = frame.message
+    assert isinstance(message, Call | RemoteCall)
+    scope: AbstractContextManager[None] | None = None
+    try:
+        function, args, kwargs = message.function, (), {}
+        if message.body.tree is not None or message.body.pickle >= 0:
+            value, scope = agent.open(link, message.call_id, message.body, frame.buffers)
+            function, args, kwargs = (function, *value) if function else value
+        if type(function) is str:
+            function = resolve(function, agent.options.allow_pickle)
+        with scope or _NO_SCOPE:
+            result = function(*args, **kwargs)
+        if type(result) is Deferred:
+            future = result.future
+        elif is_async(function):
+            future = checked_future(function, result)
+        else:
+            future = None
+    except BaseException as error:
+        fail(error)
+        return
+    if future is None:
+        with scope or _NO_SCOPE:
+            succeed(result)
+    else:
+        _when_done(future, scope, succeed, fail)
+
+
+def _when_done(
+    future: torch.futures.Future[Any],
+    scope: AbstractContextManager[None] | None,
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    def done(future: torch.futures.Future[Any]) -> None:
+        try:
+            value = future.wait()
+        except BaseException as error:
+            fail(error)
+        else:
+            with scope or _NO_SCOPE:
+                succeed(value)
+
+    future.add_done_callback(done)

@@ -1,0 +1,80 @@
+"""Exceptions across the wire: their own type comes back where it can be imported, with the remote traceback."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from telegrad.errors import RemoteError
+from telegrad.wire.callables import exception_type
+from telegrad.wire.messages import Failure
+from telegrad.wire.values import EMPTY_PARCEL, Parcel
+
+_LONGEST_TEXT = 64 << 10
+
+
+def failure_of(
+    error: BaseException, call_id: int, worker: str, pack: Callable[[Any], Parcel]
+) -> tuple[Failure, Sequence[memoryview]]:
+    """The message that carries an exception to the caller."""
+    try:
+        parcel = pack((error.args, error.__dict__))
+    except Exception:
+        parcel = EMPTY_PARCEL  # its type and text still go
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text could not be made)"
+    kind = type(error)
+    frames = traceback.format_exception(kind, error, _user_frames(error))
+    failure = Failure(
+        call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean("".join(frames)), parcel.body
+    )
+    return failure, parcel.stream
+
+
+def _user_frames(error: BaseException) -> Any:
+    """The traceback below our own frames, which say nothing to the user."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None and _is_ours(trace.tb_frame.f_globals.get("__name__", "")):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_ours(module: str) -> bool:
+    return module.startswith(("telegrad.agent", "telegrad.rref", "telegrad.wire"))
+
+
+def _clean(text: str) -> str:
+    """Text that UTF-8 can carry, of bounded length."""
+    return text[:_LONGEST_TEXT].encode("utf-8", "backslashreplace").decode()
+
+
+def raise_failure(failure: Failure, details: Any, allow_any: bool) -> NoReturn:
+    raise rebuild(failure, details, allow_any) from None
+
+
+def rebuild(failure: Failure, details: Any, allow_any: bool) -> Exception:
+    """The exception to raise here for one that was raised over there."""
+    text = f"{failure.text}\n\nThis was raised on worker {failure.worker!r}:\n{failure.traceback.rstrip()}"
+    kind = exception_type(failure.type_name, allow_any)
+    if kind is None:
+        return RemoteError(f"{failure.type_name.replace(':', '.')}: {text}")
+    try:
+        return _rebuild_as(kind, details, text)
+    except Exception:
+        return RemoteError(f"{failure.type_name.replace(':', '.')}: {text}")
+
+
+def _rebuild_as(kind: type[BaseException], details: Any, text: str) -> Exception:
+    args, attributes = details if details is not None else ((), {})
+    error = kind.__new__(kind, *args)  # not __init__: its signature is the user's
+    error.args = args
+    error.__dict__.update(attributes)
+    if kind.__str__ in (BaseException.__str__, KeyError.__str__):
+        error.args = (text, *args[1:]) if len(args) <= 1 else (text,)
+    else:
+        error.add_note(text)
+    assert isinstance(error, Exception)
+    return error

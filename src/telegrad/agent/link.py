@@ -1,0 +1,189 @@
+"""A link: frames to and from one peer over one connection.
+
+Each pair of workers has up to two, one for the calls of each side, so the dialling side of a link reads answers only.
+That lets a thread that waits for its answer read the socket itself, with no thread in between (10-30 us a hop).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from telegrad.agent.pool import Pool, Work
+from telegrad.errors import ProtocolError
+from telegrad.transport.base import Stream
+from telegrad.wire import codec
+from telegrad.wire.frames import Frame, FrameReader, prefix
+from telegrad.wire.messages import Message
+
+_JOIN_BELOW = 16 << 10
+
+
+class Link(Protocol):
+    """What the agent asks of a way to a peer."""
+
+    peer_id: int
+    dialled: bool  # by this side
+    last_heard: float
+    lane_open: bool  # the peer can read our memory
+    held: dict[int, Sequence[object]]  # memory that the peer has yet to read, by token
+
+    def send(self, message: Message, stream: Sequence[memoryview] = ()) -> None: ...
+
+    def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
+        """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
+
+    def close(self) -> None: ...
+
+
+class LinkEvents(Protocol):
+    """What a link tells the agent."""
+
+    def arrived(self, link: Any, frames: Iterable[Frame]) -> Sequence[Work]:
+        """Frames came; what is left to do with them, on a thread that may block."""
+
+    def link_broken(self, link: Any, reason: str) -> None: ...
+
+
+class StreamLink:
+    """A link over a stream of bytes."""
+
+    def __init__(
+        self,
+        stream: Stream,
+        peer_id: int,
+        dialled: bool,
+        pool: Pool,
+        events: LinkEvents,
+        allocate: Callable[[int], Any],
+    ) -> None:
+        self.peer_id = peer_id
+        self.dialled = dialled
+        self.last_heard = time.monotonic()
+        self.lane_open = False
+        self.held: dict[int, Sequence[object]] = {}
+        self._stream = stream
+        self._fd = stream.fileno()
+        self._pool = pool
+        self._events = events
+        self._reader = FrameReader(codec.decode, codec.stream_sizes, allocate)
+        self._drain: bool = getattr(stream, "drain", False)
+        self._reading = threading.Lock()
+        self._sending = threading.Lock()
+        self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+        self._closed = False
+
+    def start(self) -> None:
+        self._pool.watch(self._fd, self)
+
+    # --- sending ------------------------------------------------------------------------------------------------
+
+    def send(self, message: Message, stream: Sequence[memoryview] = ()) -> None:
+        """Sends, or leaves it to the thread that is sending just now.  A broken link is reported, not raised."""
+        header = codec.encode(message)
+        size = sum(len(buffer) for buffer in stream) if stream else 0
+        self._outbox.append((prefix(len(header), size) + header, stream))
+        while self._outbox and self._sending.acquire(blocking=False):
+            try:
+                self._send_all()
+            except OSError as error:
+                self._break(f"sending failed: {error}")
+            finally:
+                self._sending.release()
+
+    def _send_all(self) -> None:
+        outbox = self._outbox
+        while outbox:
+            head, stream = outbox.popleft()
+            if stream:
+                self._stream.send([head, *stream])
+                continue
+            if outbox:
+                parts, size = [head], len(head)
+                while outbox and not outbox[0][1] and size < _JOIN_BELOW:
+                    part = outbox.popleft()[0]
+                    parts.append(part)
+                    size += len(part)
+                head = b"".join(parts)
+            self._stream.send((head,))
+
+    # --- receiving ----------------------------------------------------------------------------------------------
+
+    def readable(self) -> Sequence[Work]:
+        """The pool saw bytes.  A thread that reads for itself has the lock and arms the descriptor when it leaves."""
+        if not self._reading.acquire(blocking=False):
+            return ()
+        try:
+            return self._receive()
+        finally:
+            self._reading.release()
+            self._pool.arm(self._fd, self)
+
+    def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
+        if not self._reading.acquire(blocking=False):
+            return False
+        try:
+            self._pool.disarm(self._fd, self)
+            while not done() and not self._closed:
+                wait = deadline - time.monotonic()
+                if wait <= 0:
+                    break
+                if self._poll.poll(min(wait, 3600.0) * 1000 + 1):
+                    work = self._receive()
+                    if work:
+                        self._pool.submit_all(work)
+        finally:
+            self._reading.release()
+            self._pool.arm(self._fd, self)
+        return True
+
+    def _receive(self) -> Sequence[Work]:
+        """Reads what is there, once, or to the end where the stream keeps bytes of its own (TLS)."""
+        reader, work = self._reader, []
+        try:
+            while True:
+                count = self._stream.recv_into(reader.space())
+                if count == 0:
+                    self._break("the connection was closed")
+                    return work
+                self.last_heard = time.monotonic()
+                frames = reader.advance(count)
+                if frames:
+                    work += self._events.arrived(self, frames)
+                if not self._drain:
+                    return work
+        except BlockingIOError:
+            return work
+        except ProtocolError as error:
+            self._break(str(error))
+        except (OSError, ValueError) as error:
+            self._break(f"receiving failed: {error}")
+        except BaseException:
+            self._break("the reading thread was interrupted")  # half a frame may be lost: the stream is of no use
+            raise
+        return work
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def _break(self, reason: str) -> None:
+        if not self._closed:
+            self.close()
+            self._events.link_broken(self, reason)
+
+    def close(self) -> None:
+        self._closed = True
+        self._pool.forget(self._fd)
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        self.held.clear()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<StreamLink {'to' if self.dialled else 'from'} {self.peer_id}, {state}, {type(self._stream).__name__}>"

@@ -1,0 +1,64 @@
+"""What a worker knows of the others."""
+
+from __future__ import annotations
+
+import enum
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from telegrad.transport.dial import Address
+from telegrad.wire.values import Route
+
+if TYPE_CHECKING:
+    from telegrad.agent.link import Link
+
+
+class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
+    """What a worker publishes of itself at the rendezvous."""
+
+    worker_id: int
+    name: str
+    pid: int = 0
+    host: str = ""  # equal on two workers that share a kernel and a network namespace
+    addresses: tuple[Address, ...] = ()
+    lane_address: int = 0
+    lane_word: bytes = b""
+    main: str = ""  # the program that runs as __main__
+    allow_pickle: bool = True
+
+
+class PeerState(enum.Enum):
+    KNOWN = "known"
+    LEFT = "shut down"
+    LOST = "lost"
+
+
+@dataclass(eq=False)
+class Peer:
+    """One other worker (or oneself)."""
+
+    record: WorkerRecord
+    route: Route
+    state: PeerState = PeerState.KNOWN
+    reason: str = ""
+    link: Link | None = None  # the one that we dialled, for our calls
+    accepted: set[Link] = field(default_factory=set)
+    dialling: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def id(self) -> int:
+        return self.record.worker_id
+
+    @property
+    def name(self) -> str:
+        return self.record.name
+
+    @property
+    def links(self) -> list[Link]:
+        return [*self.accepted, *([self.link] if self.link is not None else [])]
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.name!r} ({self.id}), {self.state.value}>"

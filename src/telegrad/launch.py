@@ -1,0 +1,312 @@
+"""Start the workers of a job on this host, show what they print, and end them together.
+
+One thread, one selector, and nothing but file descriptors in it:
+
+    worker's stdout ──┐
+    worker's stderr ──┤
+    worker's pidfd  ──┼──▶ selector ──▶ prefix lines, note an exit, end the rest
+    wake-up eventfd ──┘        ▲
+                               └── a signal came: the handler passed it on and woke the loop
+
+Because one thread writes, lines stay whole.  Every worker leads a process group of its own: a Ctrl-C in the terminal
+reaches only the launcher, which passes it on once, and whatever a worker started ends with it.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import BinaryIO
+
+from telegrad.errors import UsageError
+from telegrad.lines import LineSplitter
+from telegrad.process import WorkerProcess
+
+__all__ = ["free_port", "job_environment", "run_workers", "worker_environment"]
+
+LOOPBACK = "127.0.0.1"
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DRAIN_SECONDS = 2.0  # how long output may still come after the last worker ended
+
+
+def run_workers(
+    command: Sequence[str],
+    workers: int,
+    *,
+    name_prefix: str = "worker",
+    master_port: int | None = None,
+    env: Mapping[str, str] | None = None,
+    grace: float = 10.0,
+    stdout: BinaryIO | None = None,
+    stderr: BinaryIO | None = None,
+) -> int:
+    """Run ``command`` as ``workers`` processes of one job; return the exit code to leave with.
+
+    The code is 0 if all succeed, else that of the worker that failed first (128 + n if signal n killed it).  When one
+    fails the others get SIGTERM, and SIGKILL after ``grace`` seconds.  ``env`` (default: this process's environment) is
+    what every worker inherits; ``stdout`` and ``stderr`` (default: this process's own) are where their lines go.
+    """
+    if workers < 1:
+        raise UsageError(f"a job needs at least 1 worker, not {workers}")
+    base = dict(os.environ if env is None else env)
+    job = job_environment(base, workers, master_port)
+    out = _Sink(sys.stdout.buffer if stdout is None else stdout)
+    err = _Sink(sys.stderr.buffer if stderr is None else stderr)
+    if "OMP_NUM_THREADS" not in base and workers > 1:
+        err.say(
+            "OMP_NUM_THREADS=1 for each worker, so that they do not fight for cores; set it yourself to change that"
+        )
+    names = [f"{name_prefix}{rank}" for rank in range(workers)]
+    launcher = _Launcher(out, err, grace)
+    with launcher.in_charge():
+        for rank, name in enumerate(names):
+            launcher.start(rank, name.ljust(len(names[-1])), command, worker_environment(job, rank))
+        return launcher.run()
+
+
+def job_environment(base: Mapping[str, str], workers: int, master_port: int | None = None) -> dict[str, str]:
+    """What all workers of one job share: where they meet, how many they are, and the secret that lets them in."""
+    job = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
+    job["WORLD_SIZE"] = job["LOCAL_WORLD_SIZE"] = str(workers)
+    job["MASTER_ADDR"] = LOOPBACK
+    job["MASTER_PORT"] = str(free_port(master_port or 0))
+    job["TELEGRAD_SECRET"] = base.get("TELEGRAD_SECRET") or secrets.token_hex(32)
+    if workers > 1:
+        job.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    return job
+
+
+def worker_environment(job: Mapping[str, str], rank: int) -> dict[str, str]:
+    """The job's environment as one worker sees it; the names are torchrun's."""
+    return {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def free_port(port: int = 0) -> int:
+    """``port`` if nobody listens there; for 0, any free one.  Nothing holds it until worker 0 does."""
+    if not 0 <= port <= 65535:
+        raise UsageError(f"{port} is not a port; choose one from 1 to 65535")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((LOOPBACK, port))
+            probe.listen()  # on Linux two sockets may bind one port with SO_REUSEADDR, but only one may listen
+        except OSError as error:
+            raise UsageError(
+                f"cannot use port {port} on {LOOPBACK}: {error.strerror}; leave the port out and a free one is chosen"
+            ) from error
+        return int(probe.getsockname()[1])
+
+
+class _Sink:
+    """Where lines go: a stream, and whether it wants colour."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._colour = not os.environ.get("NO_COLOR") and (terminal or bool(os.environ.get("FORCE_COLOR")))
+        self.broken = False
+
+    def say(self, message: str) -> None:
+        """A line of the launcher's own."""
+        self.write("telegrad", "1", [message.encode()])
+
+    def write(self, name: str, colour: str, lines: list[bytes]) -> None:
+        """Write whole lines, each with its prefix, in one go."""
+        if self.broken or not lines:
+            return
+        # The leading 0 ends whatever colour the line before left switched on.
+        prefix = f"\x1b[0;{colour}m{name} |\x1b[0m " if self._colour else f"{name} | "
+        try:
+            self._stream.write(b"".join(prefix.encode() + line + b"\n" for line in lines))
+            self._stream.flush()
+        except BrokenPipeError:  # the reader went away, as `| head` does
+            self.broken = True
+
+
+class _Pipe:
+    """One output of one worker, on its way to a sink."""
+
+    def __init__(
+        self, worker: WorkerProcess, fd: int, sink: _Sink, memory: collections.deque[bytes] | None = None
+    ) -> None:
+        self._worker, self._fd, self._sink, self._memory = worker, fd, sink, memory
+        self._splitter = LineSplitter()
+
+    def read(self) -> bool:
+        """Take what is there; False at the end."""
+        data = os.read(self._fd, 1 << 16)
+        self._emit(self._splitter.feed(data, time.monotonic()))
+        return bool(data)
+
+    def flush(self) -> None:
+        """Pass on a last line without an end."""
+        self._emit(self._splitter.close())
+
+    def _emit(self, lines: list[bytes]) -> None:
+        if self._memory is not None:
+            self._memory.extend(lines)
+        self._worker.lines_shown += len(lines)
+        self._sink.write(self._worker.label, self._worker.colour, lines)
+
+
+class _Launcher:
+    """The running job: the selector, the workers, and why the job is ending, if it is."""
+
+    def __init__(self, out: _Sink, err: _Sink, grace: float) -> None:
+        self._out, self._err, self._grace = out, err, grace
+        self._workers: list[WorkerProcess] = []
+        self._open_pipes: list[_Pipe] = []
+        self._failed: WorkerProcess | None = None
+        self._lines_before = 0  # what the others had printed when it failed
+        self._received: list[int] = []  # signals, in the order in which they came
+        self._announced = 0
+        self._deadline: float | None = None  # when those still running are killed, or their open pipes given up
+        self._killed = False
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector.register(self._wake, selectors.EVENT_READ, lambda: os.eventfd_read(self._wake))
+
+    # -- signals ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """While this lasts, signals that would end the launcher go to the workers; after it, no worker is left."""
+        wanted: list[signal.Signals] = []
+        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+            wanted = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup
+        before = {signum: signal.signal(signum, self._on_signal) for signum in wanted}
+        try:
+            yield
+        finally:
+            for worker in self._workers:
+                worker.send(signal.SIGKILL)  # if it has ended: whatever it started and left behind
+            for worker in self._workers:
+                worker.close()
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            self._selector.close()
+            os.close(self._wake)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        # Pass it on right here: the loop may be blocked by a reader of our output that has stopped reading.
+        self._received.append(signum)
+        self._forward()
+        os.eventfd_write(self._wake, 1)
+
+    def _forward(self) -> None:
+        for worker in self._workers:
+            while worker.signals_seen < len(self._received):
+                worker.signals_seen += 1
+                worker.send(self._received[worker.signals_seen - 1])
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def start(self, rank: int, label: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        worker = WorkerProcess(rank, label, command, env)
+        self._workers.append(worker)
+        self._forward()  # a signal that came while it started
+        assert worker.process.stdout is not None
+        assert worker.process.stderr is not None
+        self._watch(_Pipe(worker, worker.process.stdout.fileno(), self._out), worker.process.stdout.fileno())
+        errors = _Pipe(worker, worker.process.stderr.fileno(), self._err, worker.last_errors)
+        self._watch(errors, worker.process.stderr.fileno())
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._on_exit(worker))
+
+    def run(self) -> int:
+        """Until every worker has ended and every pipe is drained."""
+        while len(self._selector.get_map()) > 1:  # more than the wake-up
+            timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            ready = self._selector.select(timeout)
+            for key, _ in ready:
+                key.data()
+            self._react()
+            if self._deadline is not None and time.monotonic() >= self._deadline and not self._give_up():
+                break
+        return self._conclude()
+
+    def _watch(self, pipe: _Pipe, fd: int) -> None:
+        def on_readable() -> None:
+            if not pipe.read():
+                pipe.flush()
+                self._open_pipes.remove(pipe)
+                self._selector.unregister(fd)
+
+        self._open_pipes.append(pipe)
+        self._selector.register(fd, selectors.EVENT_READ, on_readable)
+
+    def _on_exit(self, worker: WorkerProcess) -> None:
+        self._selector.unregister(worker.pidfd)
+        worker.note_exit()
+        ending = self._received or self._broken
+        if worker.exit_code and self._failed is None and not ending:
+            self._failed, self._lines_before = worker, self._lines_of_others(worker)
+
+    def _lines_of_others(self, worker: WorkerProcess) -> int:
+        return sum(other.lines_shown for other in self._workers if other is not worker)
+
+    @property
+    def _broken(self) -> bool:
+        return self._out.broken or self._err.broken
+
+    def _react(self) -> None:
+        """Decide what the last events mean for the workers that still run."""
+        running = [worker for worker in self._workers if worker.exit_code is None]
+        if self._announced < len(self._received):
+            self._announced = len(self._received)
+            name = signal.Signals(self._received[-1]).name
+            self._err.say(f"{name}: passed on to the workers{self._threat(running)}")
+            if self._deadline is None:
+                self._deadline = time.monotonic() + self._grace
+        if not running:
+            if self._deadline is None or self._deadline > time.monotonic() + DRAIN_SECONDS:
+                self._deadline = time.monotonic() + DRAIN_SECONDS
+        elif self._deadline is None and (self._failed is not None or self._broken):
+            if self._failed is not None:
+                others = "the other worker" if len(running) == 1 else f"the other {len(running)} workers"
+                self._err.say(f"{self._failed.describe()}; ending {others}{self._threat(running)}")
+            for worker in running:
+                worker.send(signal.SIGTERM)
+            self._deadline = time.monotonic() + self._grace
+
+    def _threat(self, running: list[WorkerProcess]) -> str:
+        return f" (SIGKILL in {self._grace:g} s)" if running else ""
+
+    def _give_up(self) -> bool:
+        """The deadline has passed: kill what still runs and wait for its last output; the second time, leave."""
+        if self._killed:
+            return False
+        self._killed = True
+        if late := [worker.name for worker in self._workers if worker.exit_code is None]:
+            self._err.say(f"still running after {self._grace:g} s, killed: {', '.join(late)}")
+        for worker in self._workers:
+            worker.send(signal.SIGKILL)
+        self._deadline = time.monotonic() + DRAIN_SECONDS
+        return True
+
+    def _conclude(self) -> int:
+        for pipe in self._open_pipes:
+            pipe.flush()
+        failed = self._failed
+        if failed is not None:
+            assert failed.exit_code is not None
+            buried = self._lines_of_others(failed) > self._lines_before
+            if buried and failed.last_errors:
+                self._err.say(f"the end of {failed.name}'s stderr once more, all of it is above:")
+                self._err.write(failed.label, failed.colour, list(failed.last_errors))
+            self._err.say(failed.describe() + failed.hint())
+            return failed.exit_code
+        if self._broken:
+            return 128 + signal.SIGPIPE
+        if any(worker.exit_code != 0 for worker in self._workers):
+            return 128 + self._received[0]
+        return 0

@@ -1,0 +1,105 @@
+"""One worker process: the leader of a process group, and dead when its launcher is."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+
+from telegrad.errors import UsageError
+
+__all__ = ["WorkerProcess", "end_with"]
+
+COLOURS = ("36", "33", "35", "32", "34", "96", "93", "95", "92", "94")  # no red: that reads as an error
+REMEMBERED_LINES = 12  # of a worker's stderr, to be shown again if it was the one that failed
+PR_SET_PDEATHSIG = 1
+
+
+class WorkerProcess:
+    """One worker process, and what the launcher knows of it."""
+
+    def __init__(self, rank: int, label: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.label = label
+        self.name = label.rstrip()
+        self.colour = COLOURS[rank % len(COLOURS)]
+        self.exit_code: int | None = None
+        self.killed_by = 0  # a signal, or 0
+        self.last_errors: collections.deque[bytes] = collections.deque(maxlen=REMEMBERED_LINES)
+        self.lines_shown = 0
+        self.signals_seen = 0
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                process_group=0,
+                preexec_fn=end_with(os.getpid()),
+            )
+        except OSError as error:
+            raise UsageError(f"cannot start {self.name}: {command[0]}: {error.strerror}") from error
+        self.pidfd = os.pidfd_open(self.process.pid)
+
+    def send(self, signum: int) -> None:
+        """Signal the worker and everything it started."""
+        if self.process.returncode is not None:  # reaped, which happens only at the end: the id is no longer its own
+            return
+        try:
+            os.killpg(self.process.pid, signum)
+        except ProcessLookupError:
+            pass
+
+    def note_exit(self) -> None:
+        """Read how it ended and leave the zombie, so that the process group's id cannot be given to a stranger."""
+        status = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
+        assert status is not None
+        if status.si_code == os.CLD_EXITED:
+            self.exit_code = status.si_status
+        else:
+            self.killed_by = status.si_status
+            self.exit_code = 128 + status.si_status
+
+    def close(self) -> None:
+        """Reap the process; the caller has killed what was left of it."""
+        self.process.wait()
+        os.close(self.pidfd)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+    def describe(self) -> str:
+        """How it failed, in half a sentence."""
+        if self.killed_by:
+            named = self.killed_by in set(signal.Signals)  # real-time signals have numbers only
+            by = signal.Signals(self.killed_by).name if named else f"signal {self.killed_by}"
+            return f"{self.name} failed: killed by {by}"
+        return f"{self.name} failed: exit code {self.exit_code}"
+
+    def hint(self) -> str:
+        """How to learn more."""
+        if self.killed_by == signal.SIGKILL:
+            return "; if nobody sent that signal, memory ran out: see the kernel's log (dmesg)"
+        if self.killed_by:
+            return "; run again with PYTHONFAULTHANDLER=1 to see the Python stack of a crash"
+        return f"; what it printed is in the lines that begin with {self.name}"
+
+
+def end_with(parent: int) -> Callable[[], None]:
+    """A function for a child process to call, after which the kernel kills it when its parent dies.
+
+    It may run between fork and exec, where a child can wait for ever for locks of threads that it does not have.  So
+    everything is looked up here, beforehand, and the function makes two or three plain system calls.
+    """
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    kill, getppid, leave = int(signal.SIGKILL), os.getppid, os._exit
+
+    def in_child() -> None:
+        prctl(PR_SET_PDEATHSIG, kill, 0, 0, 0)
+        if getppid() != parent:  # it died before the line above
+            leave(1)
+
+    return in_child

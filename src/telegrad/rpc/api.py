@@ -1,0 +1,229 @@
+"""``telegrad.rpc``: the names, signatures and behaviour of ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import itertools
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from telegrad.agent.agent import AgentOptions
+from telegrad.agent.futures import Future
+from telegrad.agent.peers import WorkerRecord
+from telegrad.current import clear_process_worker, current_worker, is_initialized, set_process_worker
+from telegrad.errors import UsageError
+from telegrad.ids import MAX_WORKERS
+from telegrad.rpc.network import Network, host_id
+from telegrad.rpc.options import RpcBackendOptions, check_name
+from telegrad.rpc.rendezvous import Meeting
+from telegrad.rpc.stores import identity_in, open_store
+from telegrad.rref.rref import RRef
+from telegrad.transport.handshake import Identity
+from telegrad.transport.lane import Proof
+from telegrad.wire.tensors import no_device_map
+from telegrad.wire.values import Route
+from telegrad.worker import UNSET_TIMEOUT, To, Worker, WorkerInfo
+
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+
+# Workers of a job make their n-th init_rpc meet: each uses a corner of its own in the store.
+_generation = itertools.count()
+
+
+class BackendType(enum.Enum):
+    """What ``backend`` of ``init_rpc`` may be.  There is one backend, telegrad's own, under the name that programs use."""
+
+    TENSORPIPE = "TENSORPIPE"
+
+
+def init_rpc(
+    name: str,
+    backend: BackendType | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Makes this process a worker; returns when all workers of the job are there."""
+    options = rpc_backend_options if rpc_backend_options is not None else RpcBackendOptions()
+    if backend is not None and not isinstance(backend, BackendType):
+        raise TypeError(f"backend must be a BackendType, not {backend!r}")
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(f"rpc_backend_options must be RpcBackendOptions, not {type(options).__qualname__}")
+    check_name(name)
+    if is_initialized():
+        raise UsageError(f"RPC is already running in this process, as worker {current_worker().name!r}")
+    rank, world_size = identity_in(options.init_method, rank, world_size)
+    _check_numbers(rank, world_size)
+    set_process_worker(_join(name, rank, world_size, options))
+
+
+def _check_numbers(rank: int, world_size: int | None) -> None:
+    if not isinstance(rank, int) or rank < 0:
+        raise UsageError(f"rank must be a number from 0 on, in the argument or the environment variable RANK, not {rank}")
+    if world_size is not None and not rank < world_size <= MAX_WORKERS:
+        raise UsageError(f"rank {rank} does not fit a world of {world_size} (and {MAX_WORKERS} is the most)")
+
+
+def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Worker:
+    """Meets the others, and puts the worker together."""
+    store = open_store(options.init_method, rank, world_size, options.init_timeout)
+    corner = dist.PrefixStore(f"telegrad/{next(_generation)}", store)
+    meeting = Meeting(corner, rank, name, world_size, options.init_timeout)
+    meeting.claim()
+    key = meeting.key(options.secret_bytes())
+    near = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")
+    network = Network(Identity(rank, name), key, options, near)
+    try:
+        proof = Proof()
+        me = WorkerRecord(
+            worker_id=rank,
+            name=name,
+            pid=proof.pid,
+            host=host_id(),
+            addresses=tuple(network.addresses),
+            lane_address=proof.address,
+            lane_word=proof.word,
+            main=_main_program(),
+            allow_pickle=options.allow_pickle,
+        )
+        worker = Worker(
+            me,
+            AgentOptions(options.num_worker_threads, options.rpc_timeout, options.heartbeat, options.allow_pickle),
+            network.dial,
+            lambda record: _route(me, record, options),
+        )
+        worker.on_close(network.close)
+        worker.keep = (proof, store)
+        meeting.publish(me, key)
+        _introduce(worker, meeting, key, network)
+    except BaseException:
+        network.close()
+        raise
+    worker.start()
+    network.open(worker.agent)
+    return worker
+
+
+def _introduce(worker: Worker, meeting: Meeting, key: bytes, network: Network) -> None:
+    """Tells the worker of the others: of all at once, or, in a job of open size, of each when it is first named."""
+    me = worker.agent.me
+
+    def add(record: WorkerRecord | None) -> WorkerRecord | None:
+        if record is not None:
+            network.check(me, record)
+            worker.add_peer(record)
+        return record
+
+    if meeting.world_size is not None:
+        for record in meeting.wait_for_all(key):
+            add(record)
+    else:
+        worker.agent.find_record = lambda name: add(meeting.find(name, key))
+        worker.on_close(meeting.leave)
+
+
+def _route(me: WorkerRecord, to: WorkerRecord, options: RpcBackendOptions) -> Route:
+    device_map = options.device_maps.get(to.name)
+
+    def device_for(device: torch.device) -> str | None:
+        target = device_map.get(device) if device_map else None
+        return str(target) if target is not None else no_device_map(device)
+
+    return Route(
+        to.worker_id,
+        allow_pickle=me.allow_pickle and to.allow_pickle,
+        allow_cloudpickle=options.allow_cloudpickle,
+        same_main=bool(me.main) and me.main == to.main,
+        device_for=device_for,
+    )
+
+
+def _main_program() -> str:
+    """What runs as ``__main__``: names in it mean the same to workers that run the same."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name not in ("__main__", "__mp_main__"):
+        return f"module {spec.name}"
+    path = getattr(main, "__file__", None)
+    return f"file {os.path.realpath(path)}" if path else ""
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leaves the job.  Gracefully: waits until every worker that is alive calls this and nothing is under way."""
+    worker = current_worker()
+    try:
+        worker.shutdown(graceful, timeout)
+    finally:
+        clear_process_worker(worker)
+
+
+def rpc_sync(
+    to: To,
+    func: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Any:
+    """Runs ``func(*args, **kwargs)`` on worker ``to`` and returns its result."""
+    return current_worker().rpc_sync(to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: To,
+    func: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> Future:
+    """As ``rpc_sync``, but returns a future at once."""
+    return current_worker().rpc_async(to, func, args, kwargs, timeout)
+
+
+def remote(
+    to: To,
+    func: Any,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_TIMEOUT,
+) -> RRef[Any]:
+    """As ``rpc_sync``, but leaves the result on worker ``to`` and returns a reference to it at once."""
+    return current_worker().remote(to, func, args, kwargs, timeout)
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """The name and id of a worker, by default of this one."""
+    return current_worker().info(worker_name)
+
+
+def get_rpc_timeout() -> float:
+    """The seconds that a call may take unless it says otherwise."""
+    return current_worker().default_timeout
+
+
+def debug_info() -> dict[str, Any]:
+    """What this worker is doing just now."""
+    worker = current_worker()
+    return {
+        "worker": repr(worker),
+        "calls": repr(worker.agent.calls),
+        "pool": repr(worker.agent.pool),
+        "peers": [repr(peer) for peer in worker.agent.peers],
+        "references": worker.references.ledger.counts(),
+        "buffers": repr(worker.agent.buffers),
+    }
+
+
+def forget_after_fork() -> None:
+    """A forked child has the parent's memory but none of its threads: it starts without a worker."""
+    with contextlib.suppress(Exception):
+        clear_process_worker(current_worker())
+
+
+os.register_at_fork(after_in_child=forget_after_fork)

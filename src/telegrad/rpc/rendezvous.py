@@ -1,0 +1,138 @@
+"""How the workers of a job find each other.
+
+1. Each worker claims its rank and its name in the store; a second claimant is told who has it.
+2. Without a secret the store hands all of them one random token instead, and they serve this host only.
+3. Each opens its sockets, then publishes a record of itself, signed with the secret: where it listens, and the
+   fingerprint of its certificate.  A record with a wrong signature is refused, so a stranger who can write to the store
+   cannot make himself a worker.
+4. Each waits for the records of all ranks, and can say which ones are missing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import msgspec
+import torch.distributed as dist
+
+from telegrad.agent.peers import WorkerRecord
+from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.transport.handshake import derive_key
+
+_SIGNATURE = hashlib.sha256().digest_size
+_records = msgspec.msgpack.Decoder(WorkerRecord)
+_GLANCE = 2.0  # seconds between looks at what else may have happened
+
+
+@dataclass
+class Meeting:
+    """The store of one job, as one worker sees it."""
+
+    store: dist.Store
+    rank: int
+    name: str
+    world_size: int | None
+    timeout: float
+
+    def claim(self) -> None:
+        """Steps 1: takes rank and name, or says who has them."""
+        mark = f"{self.name} {secrets.token_hex(8)}"
+        holder = self._once(f"rank/{self.rank}", mark)
+        if holder != mark:
+            raise RendezvousError(
+                f"rank {self.rank} is already taken by worker {holder.split()[0]!r}: two workers have the same rank, "
+                "or two jobs share one rendezvous (choose another port or file)"
+            )
+        holder = self._once(f"name/{self.name}", str(self.rank))
+        if holder != str(self.rank):
+            raise RendezvousError(f"the name {self.name!r} is already taken by rank {holder}: every worker needs its own")
+
+    def key(self, secret: bytes | None) -> bytes:
+        """Step 2: the key with which the job's workers know each other."""
+        job = self._once("job", secrets.token_hex(16))
+        mode = self._once("secret", "yes" if secret else "no")
+        if mode != ("yes" if secret else "no"):
+            there, here = ("have", "this one has not") if mode == "yes" else ("have not", "this one has")
+            raise AuthenticationError(
+                f"other workers of this job {there} a secret and {here}: set the same TELEGRAD_SECRET on every worker"
+            )
+        return derive_key(secret or self._once("token", secrets.token_hex(32)).encode(), job)
+
+    def publish(self, record: WorkerRecord, key: bytes) -> None:
+        """Step 3."""
+        data = msgspec.msgpack.encode(record)
+        self.store.set(f"record/{self.rank}", (_sign(key, data) + data).hex())
+
+    def wait_for_all(self, key: bytes) -> list[WorkerRecord]:
+        """Step 4."""
+        assert self.world_size is not None
+        missing = set(range(self.world_size))
+        deadline = time.monotonic() + self.timeout
+        records: dict[int, WorkerRecord] = {}
+        while missing:
+            try:
+                rank = min(missing)
+                left = max(deadline - time.monotonic(), 0.01)
+                self.store.wait([f"record/{rank}"], timedelta(seconds=min(left, _GLANCE)))
+            except (dist.DistError, RuntimeError) as error:
+                if time.monotonic() > deadline:
+                    came = [rank for rank in missing if self.store.check([f"record/{rank}"])]
+                    raise self._nobody_came(missing - set(came), records) from error
+                continue
+            records[rank] = self._read(rank, key)
+            missing.discard(rank)
+        return list(records.values())
+
+    def find(self, name: str, key: bytes) -> WorkerRecord | None:
+        """The record of a worker that joined later, by name (a job of open size)."""
+        if not self.store.check([f"name/{name}"]):
+            return None
+        rank = int(self.store.get(f"name/{name}"))
+        self.store.wait([f"record/{rank}"], timedelta(seconds=self.timeout))
+        return self._read(rank, key)
+
+    def find_rank(self, rank: int, key: bytes) -> WorkerRecord | None:
+        return self._read(rank, key) if self.store.check([f"record/{rank}"]) else None
+
+    def leave(self) -> None:
+        """Frees rank and name, in a job of open size."""
+        for part in (f"rank/{self.rank}", f"name/{self.name}", f"record/{self.rank}"):
+            _quietly(lambda part=part: self.store.delete_key(part))  # type: ignore[misc]
+
+    def _read(self, rank: int, key: bytes) -> WorkerRecord:
+        data = bytes.fromhex(self.store.get(f"record/{rank}").decode())
+        signature, data = data[:_SIGNATURE], data[_SIGNATURE:]
+        if not hmac.compare_digest(signature, _sign(key, data)):
+            raise AuthenticationError(
+                f"the record of rank {rank} is signed with another secret: set the same TELEGRAD_SECRET on every worker"
+            )
+        return _records.decode(data)
+
+    def _once(self, key: str, value: str) -> str:
+        """Sets a key that nobody has set yet; returns what it is now."""
+        return self.store.compare_set(key, "", value).decode()
+
+    def _nobody_came(self, missing: set[int], records: dict[int, WorkerRecord]) -> RendezvousError:
+        came = ", ".join(f"{record.name!r} ({rank})" for rank, record in sorted(records.items())) or "nobody"
+        ranks = ", ".join(map(str, sorted(missing)))
+        return RendezvousError(
+            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {self.world_size} did not come within "
+            f"{self.timeout:g} s; here are {came}. Do all workers run, with the same address and world size?"
+        )
+
+
+def _sign(key: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, b"telegrad record" + data, "sha256")
+
+
+def _quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except RuntimeError:
+        pass

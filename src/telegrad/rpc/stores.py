@@ -1,0 +1,76 @@
+"""torch's own stores, by URL: where the workers of a job first meet."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from urllib.parse import parse_qs, urlsplit
+
+import torch.distributed as dist
+
+from telegrad.errors import RendezvousError, UsageError
+
+
+def open_store(url: str, rank: int, world_size: int | None, timeout: float) -> dist.Store:
+    """The store of an init method; rank 0 serves it where no file or launcher does."""
+    parts = urlsplit(url)
+    if parts.scheme == "env":
+        try:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        except KeyError as error:
+            raise RendezvousError(
+                f"init_method env:// needs the environment variable {error.args[0]}: start the program with "
+                "'telegrad run' or 'torchrun', or set it to where rank 0 runs"
+            ) from None
+        except ValueError:
+            raise RendezvousError(f"MASTER_PORT is not a number: {os.environ['MASTER_PORT']!r}") from None
+        return _tcp_store(host, port, rank, world_size, timeout)
+    if parts.scheme == "tcp":
+        if not parts.hostname or not parts.port:
+            raise UsageError(f"init_method {url!r} needs a host and a port: tcp://host:port")
+        return _tcp_store(parts.hostname, parts.port, rank, world_size, timeout)
+    if parts.scheme == "file":
+        if not parts.path:
+            raise UsageError(f"init_method {url!r} needs a path: file:///path")
+        store = dist.FileStore(parts.path, world_size or -1)
+        store.set_timeout(timedelta(seconds=timeout))
+        return store
+    raise UsageError(f"init_method {url!r} is none of env://, tcp://host:port and file:///path")
+
+
+def identity_in(url: str, rank: int, world_size: int | None) -> tuple[int, int | None]:
+    """Rank and world size, from the arguments, the URL, or the environment, in this order."""
+    query = parse_qs(urlsplit(url).query)
+    is_env = urlsplit(url).scheme == "env"
+    if rank < 0:
+        rank = int(query["rank"][0]) if "rank" in query else int(os.environ.get("RANK", -1)) if is_env else -1
+    if not world_size:
+        found = query["world_size"][0] if "world_size" in query else os.environ.get("WORLD_SIZE") if is_env else None
+        world_size = int(found) if found is not None and int(found) > 0 else None
+    return rank, world_size
+
+
+def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout: float) -> dist.Store:
+    from_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = rank == 0 and not from_launcher
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout),
+            wait_for_workers=False,  # we wait ourselves, and can say who is missing
+            multi_tenant=not from_launcher,  # the process group of the same job may use the same port
+        )
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "address already in use" in text.lower():
+            raise RendezvousError(
+                f"port {port} on {host} is in use, perhaps by another job: choose another port (MASTER_PORT)"
+            ) from error
+        role = "serve" if serves else "reach"
+        raise RendezvousError(
+            f"cannot {role} the rendezvous at {host}:{port} within {timeout:g} s: {text.splitlines()[0]}. "
+            "Does rank 0 run there?"
+        ) from error

@@ -1,0 +1,495 @@
+"""Who holds which remote reference: the owner/user fork protocol, as a function of events.
+
+A value lives on its *owner*.  Every handle on another worker, a *user*, is one *fork*, and the owner counts the forks
+and its own local handles.  Two guarantees make the counting right under any order of messages:
+
+* **G1**  The owner learns of every deletion.  So it frees a value once, after the last handle anywhere is gone, and
+  never while a handle, or a fork on its way, exists.
+* **G2**  A parent is not deleted before the owner has confirmed its children.  So whatever happens to the messages,
+  the owner counts at least one fork for as long as there is any.
+
+User A gives a reference to user C; the owner is O::
+
+        A (parent)                     C (child)                      O (owner)
+        | 1 share: C's fork is         |                              |
+        |   A's pending child          |                              |
+        |------- 2 user's message ---->| 3 receive: PENDING           |
+        | 4 drop: waits (G2)           |------- 5 ForkRequest ------->| 6 counts C's fork
+        |                              |<------ 7 ForkAccepted -------|
+        |<------ 8 ChildConfirmed -----| CONFIRMED                    |
+        |------- 9 UserDelete --------------------------------------->| 10 uncounts A's fork
+        |                              | 11 drop                      |
+        |                              |------- 12 UserDelete ------->| 13 uncounts, frees (G1)
+
+When the owner itself shares, it counts the fork in step 1 and the child is born confirmed.  When it is the receiver,
+step 3 counts a local handle and step 8 follows at once.
+
+``remote()`` names the value and its first fork with one id, before the owner knows of either.  Notes may overtake the
+RemoteCall, and two rules keep the count exact.  A fork of a value that has yet to come makes the owner *expect* it: the
+creator's fork is counted as if the call had come, since by G2 the creator still holds it.  A UserDelete of a creation
+that has yet to come (the creator gave up waiting) leaves a *tombstone*, so that the late call counts for nobody.
+
+Nothing here locks, sends or reads a clock: events are method calls, and the answer is what to do.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Final
+
+from telegrad.errors import ProtocolError, UsageError, WorkerLostError
+from telegrad.ids import GlobalId, IdSource, WorkerId
+from telegrad.wire.messages import (
+    ChildConfirmed,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    NotePayload,
+    RRefFork,
+    UserDelete,
+)
+
+__all__ = ["Broken", "ForkState", "Free", "Instruction", "Ledger", "Send"]
+
+#: How many ended forks the owner remembers, to recognise a repeated note.  Notes are taken once by the layer below, so
+#: this is a second fence, and it may be low.
+ENDED_FORKS_REMEMBERED: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this note; it must take effect exactly once."""
+
+    to: WorkerId
+    note: NotePayload
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Nobody holds this value any more: forget it, or whatever waits for it to come."""
+
+    rref_id: GlobalId
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A local handle that is of no use: its owner is lost, or refused it.
+
+    On the owner the id is a value's, whose creator died before its RemoteCall came: the value never will.
+    """
+
+    fork_id: GlobalId
+
+
+Instruction = Send | Free | Broken
+
+
+class ForkState(enum.Enum):
+    """What a user knows of one of its forks."""
+
+    PENDING = enum.auto()  # the owner has not answered yet
+    CONFIRMED = enum.auto()  # the owner counts it
+    UNSURE = enum.auto()  # the RemoteCall timed out: the owner may count it, or will, or never
+    BROKEN = enum.auto()  # the owner is lost or refused; the handle is still there
+    LEAVING = enum.auto()  # PENDING, and the handle is gone
+    CLOSING = enum.auto()  # the handle is gone, but children are pending (G2)
+    GONE = enum.auto()  # forgotten; never stored
+
+
+class _Event(enum.Enum):
+    SHARE = enum.auto()
+    DROP = enum.auto()
+    CONFIRM = enum.auto()
+    FAIL = enum.auto()  # refused, or the RemoteCall never left
+    TIME_OUT = enum.auto()
+    LOSE_OWNER = enum.auto()
+    SETTLE = enum.auto()  # no child is pending any more
+
+
+_S, _E = ForkState, _Event
+# fmt: off
+_TRANSITIONS: Final[dict[ForkState, dict[_Event, ForkState]]] = {
+    _S.PENDING: {_E.SHARE: _S.PENDING, _E.DROP: _S.LEAVING, _E.CONFIRM: _S.CONFIRMED,
+                 _E.FAIL: _S.BROKEN, _E.TIME_OUT: _S.UNSURE, _E.LOSE_OWNER: _S.BROKEN},
+    _S.CONFIRMED: {_E.SHARE: _S.CONFIRMED, _E.DROP: _S.CLOSING, _E.LOSE_OWNER: _S.BROKEN},
+    _S.UNSURE: {_E.SHARE: _S.UNSURE, _E.DROP: _S.CLOSING, _E.CONFIRM: _S.CONFIRMED, _E.LOSE_OWNER: _S.BROKEN},
+    _S.BROKEN: {_E.DROP: _S.GONE},
+    _S.LEAVING: {_E.CONFIRM: _S.CLOSING, _E.FAIL: _S.GONE, _E.TIME_OUT: _S.CLOSING, _E.LOSE_OWNER: _S.GONE},
+    _S.CLOSING: {_E.SETTLE: _S.GONE, _E.LOSE_OWNER: _S.GONE},
+    _S.GONE: {},
+}
+# fmt: on
+_UNANSWERED: Final = frozenset({_S.PENDING, _S.LEAVING})
+_OWN_EVENTS: Final = frozenset({_E.SHARE, _E.DROP})  # ours to get right; all others may come late, and are ignored
+
+
+@dataclass(slots=True)
+class _Fork:
+    """A user's side of one fork.  ``parent`` is the worker that waits to hear of the owner's answer."""
+
+    rref_id: GlobalId
+    owner: WorkerId
+    parent: WorkerId | None = None
+    state: ForkState = ForkState.PENDING
+    children: set[GlobalId] = field(default_factory=set)
+    shared: bool = False  # ever
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    of: GlobalId
+    to: WorkerId
+
+
+@dataclass(slots=True)
+class _Value:
+    """The owner's side: its own handles, and the holder of each fork.  Not ``arrived``: only expected so far."""
+
+    arrived: bool
+    handles: int = 0
+    forks: dict[GlobalId, WorkerId] = field(default_factory=dict)
+
+
+class Ledger:
+    """The forks that one worker holds, and the forks that others hold of its values."""
+
+    def __init__(self, me: WorkerId) -> None:
+        self._me = me
+        self._ids = IdSource(me)
+        self._values: dict[GlobalId, _Value] = {}
+        self._forks: dict[GlobalId, _Fork] = {}
+        self._children: dict[GlobalId, _Child] = {}
+        self._tombstones: dict[GlobalId, WorkerId] = {}
+        self._ended: dict[GlobalId, None] = {}  # in order of their end
+        self._lost: set[WorkerId] = set()
+
+    # --- a value is made --------------------------------------------------------------------------------------
+
+    def create_remote(self, owner: WorkerId) -> tuple[GlobalId, GlobalId]:
+        """A ``remote()`` to another worker: the ids of the value and of our fork (they are equal, see above)."""
+        if owner == self._me:
+            raise UsageError(f"create_remote: worker {owner} is the owner itself; use create_local")
+        self._check_alive(owner, "create_remote")
+        rref_id = self._ids.next()
+        self._forks[rref_id] = _Fork(rref_id, owner)
+        return rref_id, rref_id
+
+    def creation_confirmed(self, fork_id: GlobalId) -> list[Instruction]:
+        """The RemoteCall was answered, so the owner counts our fork."""
+        return self._step(fork_id, _E.CONFIRM)
+
+    def creation_timed_out(self, fork_id: GlobalId) -> list[Instruction]:
+        """The RemoteCall was not answered in time.  It may still arrive, so the drop will send a UserDelete."""
+        return self._step(fork_id, _E.TIME_OUT)
+
+    def creation_failed(self, fork_id: GlobalId) -> list[Instruction]:
+        """The RemoteCall never reached the owner, and never will."""
+        fork = self._forks.get(fork_id)
+        if fork is None or not fork.shared:
+            return self._step(fork_id, _E.FAIL)
+        # A child may have made the owner expect the value and count our fork: it has to hear of our drop.
+        broken = [Broken(fork_id)] if fork.state is _S.PENDING else []
+        return [*broken, *self._step(fork_id, _E.TIME_OUT)]
+
+    def remote_arrived(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> list[Instruction]:
+        """On the owner: a RemoteCall came.  Its result is freed at once when its creator is gone already."""
+        unwanted = holder in self._lost or self._has_ended(fork_id)
+        self._tombstones.pop(fork_id, None)
+        value = self._values.get(rref_id)
+        if value is None:
+            if unwanted:
+                return [Free(rref_id)]
+            value = self._values[rref_id] = _Value(arrived=True)
+        value.arrived = True
+        if not unwanted:
+            value.forks[fork_id] = holder
+        return []
+
+    def create_local(self) -> GlobalId:
+        """A value of our own, with one local handle."""
+        rref_id = self._ids.next()
+        self._values[rref_id] = _Value(arrived=True, handles=1)
+        return rref_id
+
+    # --- handles come and go ----------------------------------------------------------------------------------
+
+    def hold(self, rref_id: GlobalId) -> None:
+        """On the owner: one more local handle."""
+        self._value(rref_id, "hold").handles += 1
+
+    def release(self, rref_id: GlobalId) -> list[Instruction]:
+        """On the owner: a local handle is gone."""
+        value = self._value(rref_id, "release")
+        if value.handles == 0:
+            raise UsageError(f"illegal event: release of {rref_id} on its owner, worker {self._me}: no local handle")
+        value.handles -= 1
+        return self._free_if_unheld(rref_id)
+
+    def drop(self, fork_id: GlobalId) -> list[Instruction]:
+        """On a user: the handle is gone.  The owner hears of it when it knows of the fork and of its children."""
+        return self._step(fork_id, _E.DROP)
+
+    # --- references travel ------------------------------------------------------------------------------------
+
+    def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: WorkerId, type_name: str = "") -> RRefFork:
+        """A handle goes into a message to ``to``; ``fork_id`` is None for a handle on the owner."""
+        self._check_alive(to, "share")
+        if fork_id is None:
+            child = self._ids.next()
+            self._value(rref_id, "share").forks[child] = to
+            return RRefFork(rref_id, child, self._me, self._me, type_name)
+        self._step(fork_id, _E.SHARE)
+        fork = self._forks[fork_id]
+        child = self._ids.next()
+        fork.shared = True
+        fork.children.add(child)
+        self._children[child] = _Child(fork_id, to)
+        return RRefFork(rref_id, child, fork.owner, self._me, type_name)
+
+    def unshare(self, fork: RRefFork) -> list[Instruction]:
+        """The message with that fork could not be sent at all, so nobody will receive it."""
+        if fork.owner == self._me:
+            return self._uncount(fork.rref_id, fork.fork_id)
+        return self._child_settled(fork.fork_id)
+
+    def receive(self, fork: RRefFork) -> tuple[GlobalId | None, list[Instruction]]:
+        """A message brought a reference: the id of the new fork, to be dropped one day.
+
+        None stands for a local handle on the owner, to be released.  A worker receives a fork once; another time
+        gives the same fork again, or one more handle on the owner.
+        """
+        if fork.owner == self._me:
+            return self._receive_own(fork)
+        if fork.fork_id in self._forks:
+            return fork.fork_id, []
+        owner, parent = WorkerId(fork.owner), WorkerId(fork.parent)
+        mine = self._forks[fork.fork_id] = _Fork(fork.rref_id, owner)
+        if owner in self._lost:
+            return fork.fork_id, self._step(fork.fork_id, _E.LOSE_OWNER)
+        if parent == owner:
+            return fork.fork_id, self._step(fork.fork_id, _E.CONFIRM)
+        mine.parent = parent
+        return fork.fork_id, [Send(owner, ForkRequest(fork.rref_id, fork.fork_id))]
+
+    def _receive_own(self, fork: RRefFork) -> tuple[GlobalId | None, list[Instruction]]:
+        told = self._tell_parent(WorkerId(fork.parent), fork.fork_id)
+        value = self._known_or_expected(fork.rref_id)
+        if value is None:  # the parent was lost, and the value freed: a handle that is broken from the start
+            self._forks[fork.fork_id] = _Fork(fork.rref_id, self._me, state=_S.BROKEN)
+            return fork.fork_id, [*told, Broken(fork.fork_id)]
+        value.forks.pop(fork.fork_id, None)  # we sent it to ourselves
+        value.handles += 1
+        return None, told
+
+    # --- notes ------------------------------------------------------------------------------------------------
+
+    def on_note(self, sender: WorkerId, payload: NotePayload) -> list[Instruction]:
+        """A note came.  One that is repeated, late, or from a worker that is lost changes nothing."""
+        if sender in self._lost:
+            return []
+        match payload:
+            case ForkRequest(rref_id=rref_id, fork_id=fork_id):
+                return [Send(sender, self._answer(rref_id, fork_id, sender))]
+            case ForkAccepted(fork_id=fork_id):
+                return self._step(fork_id, _E.CONFIRM)
+            case ForkRefused(fork_id=fork_id):
+                return self._step(fork_id, _E.FAIL)
+            case ChildConfirmed(fork_id=fork_id):
+                return self._child_settled(fork_id)
+            case UserDelete(rref_id=rref_id, fork_id=fork_id):
+                return self._deleted(rref_id, fork_id, sender)
+            case _:
+                raise ProtocolError(f"worker {sender} sent the ledger a {type(payload).__name__}")
+
+    def _answer(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> NotePayload:
+        value = None if self._has_ended(fork_id) else self._known_or_expected(rref_id)
+        if value is None:
+            return ForkRefused(fork_id)
+        value.forks[fork_id] = holder
+        return ForkAccepted(fork_id)
+
+    def _deleted(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> list[Instruction]:
+        if self._has_ended(fork_id):
+            return []
+        value = self._values.get(rref_id)
+        if fork_id == rref_id and (value is None or not value.arrived):
+            self._tombstones[fork_id] = holder
+        self._ended[fork_id] = None
+        if len(self._ended) > ENDED_FORKS_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
+        return self._uncount(rref_id, fork_id)
+
+    def _has_ended(self, fork_id: GlobalId) -> bool:
+        return fork_id in self._ended or fork_id in self._tombstones
+
+    # --- losses -----------------------------------------------------------------------------------------------
+
+    def worker_lost(self, worker: WorkerId) -> list[Instruction]:
+        """A worker died.  What it held is uncounted, what it owned is broken, what waited for it goes on."""
+        if worker == self._me:
+            raise UsageError(f"worker_lost: worker {worker} cannot lose itself")
+        if worker in self._lost:
+            return []
+        self._lost.add(worker)
+        self._tombstones = {fork_id: holder for fork_id, holder in self._tombstones.items() if holder != worker}
+        return [*self._lose_holder(worker), *self._lose_owner(worker), *self._lose_children(worker)]
+
+    def _lose_holder(self, worker: WorkerId) -> list[Instruction]:
+        out: list[Instruction] = []
+        for rref_id, value in list(self._values.items()):
+            value.forks = {fork_id: holder for fork_id, holder in value.forks.items() if holder != worker}
+            freed = self._free_if_unheld(rref_id)
+            if not freed and not value.arrived and rref_id.created_on == worker:
+                freed = [Broken(rref_id)]
+            out += freed
+        return out
+
+    def _lose_owner(self, worker: WorkerId) -> list[Instruction]:
+        orphans = [fork_id for fork_id, fork in self._forks.items() if fork.owner == worker]
+        return [instruction for fork_id in orphans for instruction in self._step(fork_id, _E.LOSE_OWNER)]
+
+    def _lose_children(self, worker: WorkerId) -> list[Instruction]:
+        settled = [child_id for child_id, child in self._children.items() if child.to == worker]
+        return [instruction for child_id in settled for instruction in self._child_settled(child_id)]
+
+    # --- the user's side --------------------------------------------------------------------------------------
+
+    def _step(self, fork_id: GlobalId, event: _Event) -> list[Instruction]:
+        """Move one fork through the table, and say what follows from where it came to."""
+        fork = self._forks.get(fork_id)
+        state = fork.state if fork else _S.GONE
+        to = _TRANSITIONS[state].get(event)
+        if fork is None or to is None:
+            if event in _OWN_EVENTS:
+                fault = WorkerLostError if state is _S.BROKEN else UsageError
+                story = f"{event.name} of fork {fork_id} on worker {self._me} as user: it is {state.name}"
+                raise fault(f"illegal event: {story}")
+            return []
+        out: list[Instruction] = []
+        fork.state = to
+        if event in (_E.CONFIRM, _E.FAIL):
+            out += self._tell_parent(fork.parent, fork_id)
+        if to not in _UNANSWERED:
+            fork.parent = None  # it was told, or learns of the owner's death itself
+        if event is _E.SETTLE:
+            out.append(Send(fork.owner, UserDelete(fork.rref_id, fork_id)))
+        if to is _S.BROKEN:
+            out.append(Broken(fork_id))
+        if to is _S.GONE:
+            self._forget(fork_id)
+        if to is _S.CLOSING and not fork.children:
+            out += self._step(fork_id, _E.SETTLE)
+        return out
+
+    def _forget(self, fork_id: GlobalId) -> None:
+        """A fork that was broken may go before its children are settled, as nothing is sent then."""
+        for child_id in self._forks.pop(fork_id).children:
+            del self._children[child_id]
+
+    def _check_alive(self, worker: WorkerId, event: str) -> None:
+        if worker in self._lost:
+            raise WorkerLostError(f"{event}: worker {worker} is lost")
+
+    def _tell_parent(self, parent: WorkerId | None, child_id: GlobalId) -> list[Instruction]:
+        if parent is None or parent in self._lost:
+            return []
+        if parent == self._me:
+            return self._child_settled(child_id)
+        return [Send(parent, ChildConfirmed(child_id))]
+
+    def _child_settled(self, child_id: GlobalId) -> list[Instruction]:
+        child = self._children.pop(child_id, None)
+        if child is None:
+            return []
+        siblings = self._forks[child.of].children
+        siblings.remove(child_id)
+        return [] if siblings else self._step(child.of, _E.SETTLE)
+
+    # --- the owner's side -------------------------------------------------------------------------------------
+
+    def _known_or_expected(self, rref_id: GlobalId) -> _Value | None:
+        """The value; one that a RemoteCall on its way will bring; or None, after a loss, when it was freed."""
+        value = self._values.get(rref_id)
+        creator = WorkerId(rref_id.created_on)
+        if value is None and creator != self._me and creator not in self._lost and not self._has_ended(rref_id):
+            value = self._values[rref_id] = _Value(arrived=False, forks={rref_id: creator})
+        return value
+
+    def _uncount(self, rref_id: GlobalId, fork_id: GlobalId) -> list[Instruction]:
+        value = self._values.get(rref_id)
+        if value is None or value.forks.pop(fork_id, None) is None:
+            return []
+        return self._free_if_unheld(rref_id)
+
+    def _value(self, rref_id: GlobalId, event: str) -> _Value:
+        value = self._values.get(rref_id)
+        if value is None:
+            raise UsageError(f"illegal event: {event} of {rref_id} on worker {self._me} as owner: no such value")
+        return value
+
+    def _free_if_unheld(self, rref_id: GlobalId) -> list[Instruction]:
+        value = self._values[rref_id]
+        if value.handles or value.forks:
+            return []
+        del self._values[rref_id]
+        return [Free(rref_id)]
+
+    # --- what is there ----------------------------------------------------------------------------------------
+
+    def is_confirmed(self, fork_id: GlobalId) -> bool:
+        """Whether the owner is known to count this fork."""
+        fork = self._forks.get(fork_id)
+        return fork is not None and fork.state in (_S.CONFIRMED, _S.CLOSING)
+
+    @property
+    def owner_ids(self) -> frozenset[GlobalId]:
+        """The values that live here, or are expected."""
+        return frozenset(self._values)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing is left: no value, no fork, nothing that waits."""
+        return not any(self.counts().values())
+
+    def counts(self) -> dict[str, int]:
+        """How much of everything there is, for the debug view."""
+        return {
+            "values": len(self._values),
+            "local_handles": sum(value.handles for value in self._values.values()),
+            "forks_counted": sum(len(value.forks) for value in self._values.values()),
+            "user_forks": len(self._forks),
+            "pending_forks": sum(fork.state in _UNANSWERED for fork in self._forks.values()),
+            "pending_children": len(self._children),
+            "tombstones": len(self._tombstones),
+        }
+
+    def validate(self) -> None:
+        """Check what must hold between any two events."""
+        for rref_id, value in self._values.items():
+            assert value.handles > 0 or (value.handles == 0 and value.forks), f"{rref_id} should be free: {value}"
+            assert self._lost.isdisjoint(value.forks.values()), f"{rref_id} counts forks of lost workers: {value}"
+            assert value.arrived or rref_id.created_on != self._me, f"{rref_id} is expected from ourselves"
+        for fork_id, fork in self._forks.items():
+            assert fork.state is not _S.GONE, f"{fork_id} is gone but stored"
+            assert fork.state is not _S.CLOSING or fork.children, f"{fork_id} has nothing to wait for"
+            assert fork.state is _S.BROKEN or fork.owner not in self._lost, f"{fork_id} outlived its owner: {fork}"
+            assert fork.parent is None or fork.state in _UNANSWERED, f"{fork_id}: parent waits: {fork}"
+            assert all(self._children[child].of == fork_id for child in fork.children), f"{fork_id}: {fork}"
+        for child_id, child in self._children.items():
+            assert child_id in self._forks[child.of].children, f"{child_id} is not a child of {child.of}"
+            assert child.to not in self._lost, f"{child_id} is on its way to worker {child.to}, which is lost"
+        assert self._lost.isdisjoint(self._tombstones.values()), f"tombstones of lost workers: {self._tombstones}"
+
+    def __repr__(self) -> str:
+        values = (
+            f"owns {rref_id}{'' if value.arrived else ' (expected)'}: {value.handles} handles, forks {value.forks}"
+            for rref_id, value in self._values.items()
+        )
+        forks = (
+            f"holds {fork_id} of {fork.rref_id}@{fork.owner}: {fork.state.name}"
+            + (f", children {sorted(fork.children)}" if fork.children else "")
+            for fork_id, fork in self._forks.items()
+        )
+        tombstones = (f"tombstone {fork_id}@{holder}" for fork_id, holder in self._tombstones.items())
+        return f"<Ledger of worker {self._me}: {'; '.join([*values, *forks, *tombstones]) or 'empty'}>"

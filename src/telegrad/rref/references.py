@@ -1,0 +1,245 @@
+"""The references of one worker: drives the ledger, and keeps the values that this worker owns."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.execution import execute
+from telegrad.agent.link import Link
+from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.ids import GlobalId, WorkerId
+from telegrad.rref.ledger import Broken, Free, Instruction, Ledger, Send
+from telegrad.wire.frames import Frame
+from telegrad.wire.messages import (
+    ChildConfirmed,
+    Fetch,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    RemoteCall,
+    RRefFork,
+    UserDelete,
+)
+
+if TYPE_CHECKING:
+    from telegrad.worker import Worker
+
+
+class Owned:
+    """A value that lives here, or will: it may be asked for before the call that makes it has come."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._waiting: list[Callable[[], None]] = []
+
+    def set(self, value: Any, error: BaseException | None = None) -> None:
+        with self._lock:
+            if self._done.is_set():
+                return
+            self._value, self._error = value, error
+            self._done.set()
+            waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            if not self._done.is_set():
+                self._waiting.append(callback)
+                return
+        callback()
+
+    @property
+    def done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout: float | None) -> bool:
+        return self._done.wait(timeout)
+
+    def get(self) -> Any:
+        """The value, or the exception of the call that should have made it."""
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    @property
+    def error(self) -> BaseException | None:
+        return self._error
+
+
+class References:
+    worker: Worker  # whose references these are; set by it
+
+    def __init__(self, agent: Agent, make_handle: Callable[[References, RRefFork, GlobalId | None], Any]) -> None:
+        self.agent = agent
+        self.ledger = Ledger(WorkerId(agent.me.worker_id))
+        self.broken: dict[GlobalId, TelegradError | None] = {}
+        self._make_handle = make_handle
+        self._lock = threading.Lock()
+        self._owned: dict[GlobalId, Owned] = {}
+        self._dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        self._lost: set[int] = set()
+        agent.handlers[RemoteCall] = self._run_remote
+        agent.handlers[Fetch] = self._answer_fetch
+        agent.make_reference = self._receive
+        agent.lost_handlers.append(self._worker_lost)
+        for kind in (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete):
+            agent.note_handlers[kind] = self._take_note
+
+    # --- making references --------------------------------------------------------------------------------------
+
+    def create_local(self, value: Owned) -> GlobalId:
+        with self._lock:
+            rref_id = self.ledger.create_local()
+            self._owned[rref_id] = value
+        return rref_id
+
+    def create_remote(self, owner: int) -> tuple[GlobalId, GlobalId]:
+        with self._lock:
+            return self.ledger.create_remote(WorkerId(owner))
+
+    def created(self, fork_id: GlobalId) -> None:
+        self._obey(lambda: self.ledger.creation_confirmed(fork_id))
+
+    def not_created(self, fork_id: GlobalId, error: TelegradError) -> None:
+        """The call that should have made the value failed on its way."""
+        self.broken[fork_id] = error
+        if isinstance(error, RpcTimeoutError):
+            self._obey(lambda: self.ledger.creation_timed_out(fork_id))
+        else:
+            self._obey(lambda: self.ledger.creation_failed(fork_id))
+
+    def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int) -> RRefFork:
+        with self._lock:
+            return self.ledger.share(rref_id, fork_id, WorkerId(to))
+
+    def _receive(self, fork: RRefFork) -> Any:
+        with self._lock:
+            fork_id, instructions = self.ledger.receive(fork)
+            if fork.owner == self.agent.me.worker_id and fork_id is None:
+                self._owned.setdefault(fork.rref_id, Owned())
+        handle = self._make_handle(self, fork, fork_id)
+        self._carry_out(instructions)
+        return handle
+
+    # --- and letting them go ------------------------------------------------------------------------------------
+
+    def drop(self, rref_id: GlobalId, fork_id: GlobalId | None) -> None:
+        """A handle was garbage collected, on any thread and under any lock: only remember it here."""
+        self._dropped.append((rref_id, fork_id))
+        if not self.agent.closing:
+            self.agent.pool.submit((self._let_go, None, None))
+
+    def _let_go(self, _: Any, __: Any) -> None:
+        while self._dropped:
+            rref_id, fork_id = self._dropped.popleft()
+            if fork_id is None:
+                self._obey(lambda rref_id=rref_id: self.ledger.release(rref_id))
+            else:
+                self.broken.pop(fork_id, None)
+                self._obey(lambda fork_id=fork_id: self.ledger.drop(fork_id))
+
+    # --- values -------------------------------------------------------------------------------------------------
+
+    def owned(self, rref_id: GlobalId) -> Owned:
+        with self._lock:
+            value = self._owned.get(rref_id)
+            if value is None:
+                if rref_id.created_on == self.agent.me.worker_id or rref_id.created_on in self._lost:
+                    raise WorkerLostError(f"the value of reference {rref_id} is gone: its users were lost")
+                # Its RemoteCall is still on the way: another worker was told of it sooner.
+                value = self._owned[rref_id] = Owned()
+            return value
+
+    def _run_remote(self, link: Link, frame: Frame) -> None:
+        message = frame.message
+        assert isinstance(message, RemoteCall)
+        rref_id = GlobalId(*message.rref_id)
+        with self._lock:
+            value = self._owned.setdefault(rref_id, Owned())
+            instructions = self.ledger.remote_arrived(rref_id, GlobalId(*message.fork_id), WorkerId(link.peer_id))
+        self._carry_out(instructions)
+
+        def finish(result: Any, error: BaseException | None = None) -> None:
+            value.set(result, error)
+            self.agent.answer(link, message.call_id, None)
+
+        execute(self.agent, link, frame, finish, lambda error: finish(None, error))
+
+    def _answer_fetch(self, link: Link, frame: Frame) -> None:
+        message = frame.message
+        assert isinstance(message, Fetch)
+        try:
+            value = self.owned(GlobalId(*message.rref_id))
+        except TelegradError as error:
+            self.agent.answer_failure(link, message.call_id, error)
+            return
+
+        def answer() -> None:
+            if value.error is not None:
+                self.agent.answer_failure(link, message.call_id, value.error)
+            else:
+                self.agent.answer(link, message.call_id, value.get())
+
+        value.when_done(answer)
+
+    # --- the ledger's orders ------------------------------------------------------------------------------------
+
+    def _obey(self, event: Callable[[], list[Instruction]]) -> None:
+        with self._lock:
+            instructions = event()
+        self._carry_out(instructions)
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(to, note):
+                    self.agent.post(to, note)
+                case Free(rref_id):
+                    with self._lock:
+                        freed = self._owned.pop(rref_id, None)
+                    del freed  # outside the lock: the value may hold references itself
+                case Broken(fork_id):
+                    self.broken.setdefault(fork_id, None)
+
+    def _take_note(self, sender: int, payload: Any) -> None:
+        self._obey(lambda: self.ledger.on_note(WorkerId(sender), payload))
+
+    def _worker_lost(self, worker: int) -> None:
+        with self._lock:
+            self._lost.add(worker)
+            instructions = self.ledger.worker_lost(WorkerId(worker))
+            orphans = [
+                value for rref_id, value in self._owned.items() if rref_id.created_on == worker and not value.done
+            ]
+        self._carry_out(instructions)
+        for value in orphans:
+            if not value.done:
+                value.set(None, WorkerLostError(f"the worker that was to make this value ({worker}) is lost"))
+
+    # --- seeing it ----------------------------------------------------------------------------------------------
+
+    @property
+    def empty(self) -> bool:
+        with self._lock:
+            return self.ledger.empty and not self._owned and not self._dropped
+
+    def wait_empty(self, timeout: float) -> bool:
+        """For tests of leaks: whether all references are gone, given some time."""
+        deadline = time.monotonic() + timeout
+        while not self.empty:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.005)
+        return True
+
+    def __repr__(self) -> str:
+        return f"<References of {self.agent.me.name!r}: {len(self._owned)} values, {self.ledger!r}>"

@@ -1,0 +1,161 @@
+"""The handle: a counted reference to a value that lives on its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from telegrad.current import current_worker
+from telegrad.agent.execution import Deferred, checked_future, is_async
+from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError
+from telegrad.ids import GlobalId
+from telegrad.rref.references import Owned, References
+from telegrad.wire.callables import export
+from telegrad.wire.messages import RRefFork
+
+if TYPE_CHECKING:
+    import torch
+
+    from telegrad.worker import WorkerInfo
+
+T = TypeVar("T")
+
+UNSET_TIMEOUT = -1.0
+
+
+class RRef(Generic[T]):
+    """A reference to a value on some worker.  ``RRef(value)`` makes one to a value of this worker."""
+
+    _references: References
+    _rref_id: GlobalId
+    _fork_id: GlobalId | None  # None on the owner
+    _owner: int
+    _creation: torch.futures.Future[Any] | None = None
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        owned = Owned()
+        owned.set(value)
+        self._become_owner(current_worker().references, owned)
+
+    def _become_owner(self, references: References, owned: Owned) -> None:
+        self._owner = references.agent.me.worker_id
+        self._fork_id = None
+        self._rref_id = references.create_local(owned)
+        self._references = references
+
+    # --- who owns it ------------------------------------------------------------------------------------------
+
+    def owner(self) -> WorkerInfo:
+        return self._references.worker.info(self._owner)
+
+    def owner_name(self) -> str:
+        return self._references.agent.peer(self._owner).name
+
+    def is_owner(self) -> bool:
+        return self._fork_id is None
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this handle."""
+        return self._fork_id is None or self._references.ledger.is_confirmed(self._fork_id)
+
+    # --- the value --------------------------------------------------------------------------------------------
+
+    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+        """The value; a copy of it unless this worker owns it.  Raises what the call that made it raised."""
+        if self._fork_id is None:
+            return self._wait_local(timeout)
+        self._check_broken()
+        value: T = self._references.worker.fetch(self._owner, self._rref_id, timeout, repr(self))
+        return value
+
+    def local_value(self) -> T:
+        """The value itself, on its owner."""
+        if self._fork_id is not None:
+            raise UsageError(
+                f"local_value: {self!r} lives on worker {self.owner_name()!r}, not here; call to_here() for a copy"
+            )
+        return self._wait_local(UNSET_TIMEOUT)
+
+    def _wait_local(self, timeout: float) -> T:
+        owned = self._references.owned(self._rref_id)
+        if not owned.done:
+            worker = self._references.worker
+            seconds = worker.seconds(timeout)
+            if not worker.wait_locally(lambda: owned.wait(seconds or None)):
+                raise RpcTimeoutError(f"{self!r} had no value within {seconds:g} s: the call that makes it still runs")
+        value: T = owned.get()
+        return value
+
+    def _check_broken(self) -> None:
+        if self._fork_id in self._references.broken:
+            reason = self._references.broken[self._fork_id]
+            if reason is not None:
+                raise type(reason)(*reason.args)
+            raise WorkerLostError(f"{self!r} has no value any more: its owner, worker {self.owner_name()!r}, is lost")
+
+    # --- methods of the value ---------------------------------------------------------------------------------
+
+    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """A proxy: ``rref.rpc_sync().size(0)`` runs ``size(0)`` of the value on its owner and waits for the result."""
+        return _Proxy(self, lambda *call: self._references.worker.rpc_sync(self._owner, *call, timeout))
+
+    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """As ``rpc_sync``; the method returns a future."""
+        return _Proxy(self, lambda *call: self._references.worker.rpc_async(self._owner, *call, timeout))
+
+    def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        """As ``rpc_sync``; the method returns an RRef to its result, which stays on the owner."""
+        return _Proxy(self, lambda *call: self._references.worker.remote(self._owner, *call, timeout))
+
+    def __telegrad_share__(self, to: int) -> RRefFork:
+        if self._fork_id is not None:
+            self._check_broken()
+        return self._references.share(self._rref_id, self._fork_id, to)
+
+    def __reduce__(self) -> Any:
+        raise UsageError("an RRef can only be sent inside a call, where both sides count it; it cannot be pickled")
+
+    def __del__(self) -> None:
+        references = getattr(self, "_references", None)
+        if references is not None:
+            references.drop(self._rref_id, self._fork_id)
+
+    def __repr__(self) -> str:
+        if self._fork_id is None:
+            return f"RRef({self._rref_id}, owned here)"
+        state = "confirmed" if self.confirmed_by_owner() else "unconfirmed"
+        return f"RRef({self._rref_id}, owned by {self.owner_name()!r}, {state})"
+
+
+class _Proxy:
+    """Turns attribute access into calls of the value's methods."""
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any]) -> None:
+        self._rref = rref
+        self._call = call
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._call(call_method, (self._rref, name, args, kwargs), None)
+
+
+@export
+def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls one method of the value of a reference that is owned here."""
+    if name.startswith("_") and not rref._references.agent.options.allow_pickle:
+        raise UsageError(f"{name!r} is private, and this worker lets others call public methods only")
+    value = rref.local_value()
+    method = getattr(value, name)
+    result = method(*args, **kwargs)
+    return Deferred(checked_future(method, result)) if is_async(method) else result
+
+
+def receive_handle(references: References, fork: RRefFork, fork_id: GlobalId | None) -> RRef[Any]:
+    return handle(references, GlobalId(*fork.rref_id), fork_id, fork.owner)
+
+
+def handle(references: References, rref_id: GlobalId, fork_id: GlobalId | None, owner: int) -> RRef[Any]:
+    """A handle for a reference that is already counted."""
+    rref: RRef[Any] = RRef.__new__(RRef)
+    rref._rref_id, rref._fork_id, rref._owner = rref_id, fork_id, owner
+    rref._references = references
+    return rref

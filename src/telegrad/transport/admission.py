@@ -1,0 +1,83 @@
+"""One connection on its way in or out: first TLS, if there is any, then the handshake.
+
+Nothing here blocks.  The listener calls ``advance`` when its selector says so, and ``dial`` in a loop of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+
+from telegrad.errors import TelegradError
+from telegrad.transport.handshake import MAX_BUFFERED, Handshake, Identity
+from telegrad.transport.sockets import SocketStream
+from telegrad.transport.tls import TlsStream
+
+__all__ = ["Admission"]
+
+
+class Admission:
+    """Drives a connected socket until the peer has proved itself; then ``stream`` and ``peer`` are good to use.
+
+    (1) TLS, when there is a context  (2) ``on_tls`` checks the certificate  (3) the handshake.
+    ``make_handshake`` makes the machine of (3), when it is known what it is to be bound to.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        make_handshake: Callable[[TlsStream | None], Handshake],
+        context: ssl.SSLContext | None = None,
+        *,
+        server_side: bool,
+    ) -> None:
+        self._raw = SocketStream(sock)
+        self._tls = TlsStream(self._raw, context, server_side=server_side) if context else None
+        self._make_handshake = make_handshake
+        self._handshake: Handshake | None = None
+        self._buffer = memoryview(bytearray(MAX_BUFFERED))
+        self.stream: SocketStream | TlsStream = self._tls or self._raw
+
+    @property
+    def phase(self) -> str:
+        """What a timeout should say was missing."""
+        if self._handshake is not None:
+            return self._handshake.waits_for
+        return "the TLS handshake" if self._tls else "its first bytes"
+
+    @property
+    def peer(self) -> Identity:
+        assert self._handshake is not None
+        assert self._handshake.peer is not None
+        return self._handshake.peer
+
+    def advance(self) -> bool:
+        """Goes as far as the bytes that have come allow; True when the peer is known.
+
+        A ``TelegradError`` says why the peer is refused, an ``OSError`` that it went away; then close the stream.
+        """
+        try:
+            if self._handshake is None:
+                if self._tls is not None and not self._tls.handshake_step():
+                    return False
+                self._handshake = self._make_handshake(self._tls)
+                self.stream.send_now(self._handshake.start())
+            while not self._handshake.done:
+                size = self.stream.recv_into(self._buffer[: self._handshake.wants])
+                if not size:
+                    raise ConnectionResetError(
+                        f"the peer closed before {self._handshake.waits_for} had come; its log says why"
+                    )
+                self.stream.send_now(self._handshake.feed(bytes(self._buffer[:size])))
+        except BlockingIOError:
+            return False
+        except TelegradError:
+            with contextlib.suppress(OSError):
+                if self._handshake is not None:
+                    self.stream.send_now(self._handshake.farewell)
+                self._raw.recv_into(self._buffer)  # with bytes unread, closing would destroy what we have just said
+            raise
+        self.stream.trust()
+        return True

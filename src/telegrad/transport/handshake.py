@@ -1,0 +1,318 @@
+"""Who may talk: both sides prove that they hold the job's secret before anything else of theirs is read.
+
+No socket, thread or clock lives here: bytes come in through ``feed``, and bytes to send come out.
+
+::
+
+    client                                             server
+    (1) HELLO: nonce, whom it wants, who it is  ─────▶
+                                                ◀─────  (2) CHALLENGE: nonce
+    (3) PROOF: MAC over 1 and 2                 ─────▶
+                                                ◀─────  (4) WELCOME: MAC over 1, 2 and 3, who the server is
+    done: reads (4) and not a byte more                 done: sent (4)
+
+Every MAC is HMAC-SHA256 under a key made of secret and job, over the role, the *binding* (the fingerprint of the
+server's TLS certificate, empty without TLS) and every byte said so far.  So a MAC is worth nothing in another
+connection (two fresh nonces), sent back to its maker (the role), for another pair of workers (the identities), or
+through a machine in the middle with a certificate of its own (the binding).
+
+**The client proves first.**  Whoever gets a MAC can try secrets against it at leisure.  A server stands open to the
+whole network, and a stranger gets nothing from it but random bytes; a client only talks to an address that it was
+given.  The server does not even say its name before it knows the client.
+
+Each message begins with the same 13 bytes, whose meaning no version will change: magic, version, kind, length.  So a
+stranger is seen through at the first wrong byte, and another version is told so.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import secrets
+import struct
+from dataclasses import dataclass
+
+from telegrad.errors import AuthenticationError, ProtocolError, UsageError
+from telegrad.ids import MAX_WORKERS
+
+__all__ = ["ClientHandshake", "Handshake", "Identity", "ServerHandshake", "derive_key"]
+
+MAGIC = b"\x93tlgrd\r\n"
+VERSION = 1
+MAX_NAME = 128
+MAX_BUFFERED = 256  # more than the longest message, so a full buffer always shows what is wrong with it
+
+_HEADER = struct.Struct("!8sHBH")
+_WORKER = struct.Struct("!H")
+_NONCE = 32
+_MAC = 32
+
+
+class Kind(enum.IntEnum):
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WELCOME = 4
+    REFUSAL = 5
+
+
+_BODY_SIZES = {
+    Kind.HELLO: range(_NONCE + 4 + 1, _NONCE + 4 + MAX_NAME + 1),
+    Kind.CHALLENGE: range(_NONCE, _NONCE + 1),
+    Kind.PROOF: range(_MAC, _MAC + 1),
+    Kind.WELCOME: range(_MAC + 2 + 1, _MAC + 2 + MAX_NAME + 1),
+    Kind.REFUSAL: range(1, 2),
+}
+
+
+class Refusal(enum.IntEnum):
+    """Why the server closes.  A number, not a text: what an unproven peer says does not go into our logs."""
+
+    VERSION = 1
+    SECRET = 2
+
+
+_OTHER_SECRET = (
+    "the peer holds another secret, or belongs to another job: set the same TELEGRAD_SECRET and job on every worker"
+)
+
+#: How the first bytes of other protocols begin; only to say in the log who is at the wrong door.
+_STRANGERS = (
+    (b"\x16\x03", "TLS, where this port speaks without: set TELEGRAD_SECRET on all workers or on none"),
+    (b"\x15\x03", "a TLS alert: the peer expects TLS: set TELEGRAD_SECRET on all workers or on none"),
+    (b"GET ", "HTTP"),
+    (b"POST", "HTTP"),
+    (b"HEAD", "HTTP"),
+    (b"PUT ", "HTTP"),
+    (b"OPTI", "HTTP"),
+    (b"HTTP", "an HTTP answer"),
+    (b"PRI ", "HTTP/2"),
+    (b"SSH-", "SSH"),
+    (b"\x80\x02", "a pickle"),
+    (b"\x80\x03", "a pickle"),
+    (b"\x80\x04", "a pickle"),
+    (b"\x80\x05", "a pickle"),
+)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a worker says it is."""
+
+    worker_id: int
+    name: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.worker_id < MAX_WORKERS:
+            raise UsageError(f"worker id {self.worker_id} is not in 0..{MAX_WORKERS - 1}")
+        try:
+            size = len(self.name.encode())
+        except UnicodeEncodeError as error:
+            raise UsageError(f"worker name {self.name!r} is not valid Unicode") from error
+        if not 1 <= size <= MAX_NAME:
+            raise UsageError(f"a worker's name takes 1 to {MAX_NAME} bytes, this one {size}: {self.name[:32]!r}")
+
+    def encode(self) -> bytes:
+        return _WORKER.pack(self.worker_id) + self.name.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Identity:
+        try:
+            return cls(_WORKER.unpack_from(data)[0], data[_WORKER.size :].decode())
+        except (UnicodeDecodeError, UsageError) as error:
+            raise ProtocolError("the peer's name is not UTF-8 text") from error
+
+
+def derive_key(secret: bytes, job: str) -> bytes:
+    """Makes the handshake's key.  Stretched (8 ms, once per process), so that guessing a poor secret costs more."""
+    return hashlib.pbkdf2_hmac("sha256", secret, b"telegrad handshake\0" + job.encode(), 20_000)
+
+
+def _message(kind: Kind, body: bytes) -> bytes:
+    return _HEADER.pack(MAGIC, VERSION, kind, len(body)) + body
+
+
+def _describe(first: bytes) -> str:
+    for prefix, name in _STRANGERS:
+        if first.startswith(prefix):
+            return f"looks like {name}"
+    if len(first) >= 8 and first[0] and not any(first[1:8]):
+        return "looks like TensorPipe: a torch.distributed.rpc worker at this port?"
+    return f"begins with {first[:8].hex(' ')}"
+
+
+class Handshake:
+    """What both roles share: the buffer, the header's checks, the transcript."""
+
+    role: str
+
+    def __init__(self, key: bytes, me: Identity, binding: bytes, awaits: Kind) -> None:
+        self._key = key
+        self._me = me
+        self._binding = binding
+        self._awaits: Kind | None = awaits
+        self._buffer = bytearray()
+        self._transcript = b""
+        self.done = False
+        self.peer: Identity | None = None
+        self.farewell = b""  #: after ``feed`` has raised: what to tell the peer before closing
+
+    def __repr__(self) -> str:
+        state = "done" if self.done else f"waits for {self._awaits.name}" if self._awaits else "failed"
+        return f"<{self.role} handshake of {self._me.name!r}: {state}>"
+
+    @property
+    def waits_for(self) -> str:
+        """What a timeout should say was missing."""
+        return f"its {self._awaits.name}" if self._awaits else "nothing"
+
+    @property
+    def wants(self) -> int:
+        """How many bytes to read next, at most."""
+        raise NotImplementedError
+
+    def start(self) -> bytes:
+        return b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Takes bytes of the peer; gives bytes to send.  Raises once; after that the connection is to be closed."""
+        if self._awaits is None:
+            self.done, self.peer = False, None
+            raise ProtocolError(f"{len(data)} bytes after the end of the handshake")
+        try:
+            return self._feed(data)
+        except BaseException:
+            self._awaits, self.peer = None, None
+            self._buffer.clear()
+            raise
+
+    def _feed(self, data: bytes) -> bytes:
+        buffer = self._buffer
+        buffer += data[: MAX_BUFFERED - len(buffer)]
+        if not MAGIC.startswith(buffer[: len(MAGIC)]):
+            raise ProtocolError(f"not telegrad's protocol: {_describe(bytes(buffer))}")
+        if len(buffer) >= len(MAGIC) + 2:
+            version = int.from_bytes(buffer[len(MAGIC) : len(MAGIC) + 2], "big")
+            if version != VERSION:
+                self.farewell = self._refusal(Refusal.VERSION)
+                raise ProtocolError(
+                    f"the peer speaks version {version} of the protocol, this worker version {VERSION}: "
+                    "install the same telegrad everywhere"
+                )
+        if len(buffer) < _HEADER.size:
+            return b""
+        _, _, kind, size = _HEADER.unpack_from(buffer)
+        self._check(kind, size)
+        end = _HEADER.size + size
+        if len(buffer) < end:
+            return b""
+        if len(buffer) > end:
+            raise ProtocolError(f"more bytes than its {Kind(kind).name}, before it was answered")
+        message = bytes(buffer)
+        buffer.clear()
+        return self._take(Kind(kind), message, message[_HEADER.size :])
+
+    def _check(self, kind: int, size: int) -> None:
+        assert self._awaits is not None
+        if kind != self._awaits and not (kind == Kind.REFUSAL and self.role == "client"):
+            name = Kind(kind).name if kind in _BODY_SIZES else f"kind {kind}"
+            raise ProtocolError(f"a message {name} where {self._awaits.name} belongs")
+        if size not in _BODY_SIZES[Kind(kind)]:
+            raise ProtocolError(f"a {Kind(kind).name} of {size} bytes")
+
+    def _refusal(self, reason: Refusal) -> bytes:
+        return _message(Kind.REFUSAL, bytes([reason])) if self.role == "server" else b""
+
+    def _mac(self, role: str, more: bytes = b"") -> bytes:
+        parts = f"telegrad {role}\0".encode(), bytes([len(self._binding)]), self._binding, self._transcript, more
+        return hmac.digest(self._key, b"".join(parts), "sha256")
+
+    def _take(self, kind: Kind, message: bytes, body: bytes) -> bytes:
+        raise NotImplementedError
+
+
+class ClientHandshake(Handshake):
+    """The side that dialled."""
+
+    role = "client"
+
+    def __init__(self, key: bytes, me: Identity, expect_worker_id: int, binding: bytes = b"") -> None:
+        super().__init__(key, me, binding, Kind.CHALLENGE)
+        self._expect = expect_worker_id
+
+    @property
+    def wants(self) -> int:
+        """Exactly what is missing: behind the WELCOME may stand the server's first frame, which is not ours."""
+        if self._awaits is None:
+            return 0
+        if len(self._buffer) < _HEADER.size:
+            return _HEADER.size - len(self._buffer)
+        size: int = _HEADER.unpack_from(self._buffer)[3]
+        return _HEADER.size + size - len(self._buffer)
+
+    def start(self) -> bytes:
+        body = secrets.token_bytes(_NONCE) + _WORKER.pack(self._expect) + self._me.encode()
+        self._transcript = _message(Kind.HELLO, body)  # (1)
+        return self._transcript
+
+    def _take(self, kind: Kind, message: bytes, body: bytes) -> bytes:
+        if kind is Kind.REFUSAL:
+            if body[0] == Refusal.SECRET:
+                raise AuthenticationError(f"refused: {_OTHER_SECRET}")
+            raise ProtocolError(f"refused by the peer, reason {body[0]}: its log says more")
+        if kind is Kind.CHALLENGE:
+            self._transcript += message  # (2)
+            proof = _message(Kind.PROOF, self._mac("client"))  # (3)
+            self._transcript += proof
+            self._awaits = Kind.WELCOME
+            return proof
+        mac, who = body[:_MAC], body[_MAC:]  # (4)
+        if not hmac.compare_digest(mac, self._mac("server", who)):
+            raise AuthenticationError(f"the worker that was dialled could not prove itself: {_OTHER_SECRET}")
+        peer = Identity.decode(who)
+        if peer.worker_id != self._expect:
+            raise AuthenticationError(
+                f"dialled worker {self._expect} and reached worker {peer.worker_id} ({peer.name!r}): "
+                "the address is out of date, or two workers were given the same one"
+            )
+        self._awaits, self.peer, self.done = None, peer, True
+        return b""
+
+
+class ServerHandshake(Handshake):
+    """The side that listens."""
+
+    role = "server"
+
+    def __init__(self, key: bytes, me: Identity, binding: bytes = b"") -> None:
+        super().__init__(key, me, binding, Kind.HELLO)
+        self._wanted = -1
+        self._claimed: Identity | None = None
+
+    @property
+    def wants(self) -> int:
+        """All there is: a client that says more than it was asked is refused."""
+        return MAX_BUFFERED - len(self._buffer) if self._awaits else 0
+
+    def _take(self, kind: Kind, message: bytes, body: bytes) -> bytes:
+        if kind is Kind.HELLO:  # (1)
+            self._wanted = _WORKER.unpack_from(body, _NONCE)[0]
+            self._claimed = Identity.decode(body[_NONCE + _WORKER.size :])
+            challenge = _message(Kind.CHALLENGE, secrets.token_bytes(_NONCE))  # (2)
+            self._transcript = message + challenge
+            self._awaits = Kind.PROOF
+            return challenge
+        if not hmac.compare_digest(body, self._mac("client")):  # (3)
+            self.farewell = self._refusal(Refusal.SECRET)
+            raise AuthenticationError(_OTHER_SECRET)
+        self._transcript += message
+        who = self._me.encode()
+        welcome = _message(Kind.WELCOME, self._mac("server", who) + who)  # (4)
+        if self._wanted != self._me.worker_id:
+            self.farewell = welcome  # it proved itself, so it may know whom it has reached
+            raise AuthenticationError(
+                f"worker {self._claimed} looked for worker {self._wanted}, this is worker {self._me.worker_id}"
+            )
+        self._awaits, self.peer, self.done = None, self._claimed, True
+        return welcome

@@ -1,0 +1,39 @@
+"""Messages to headers and back.  Reading a header checks every field's type and cannot execute code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.messages import Body, Message
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+encode = _encoder.encode
+
+
+def decode(header: bytes | bytearray | memoryview) -> Message:
+    try:
+        return _decoder.decode(header)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
+        raise ProtocolError(f"a header of {len(header):,} bytes is not a message: {error}") from error
+
+
+def stream_sizes(message: Message) -> list[int]:
+    """The lengths of the buffers that follow the header."""
+    body: Body | None = getattr(message, "body", None)
+    return [buffer for buffer in body.buffers if type(buffer) is int] if body is not None else []
+
+
+def complete(body: Body, streamed: list[Any], fetched: list[Any]) -> list[Any]:
+    """All buffers of a body in order: those in the header, those that followed it, those read from the peer's memory."""
+    if not streamed and not fetched:
+        return list(body.buffers)
+    following, reading = iter(streamed), iter(fetched)
+    return [
+        buffer if type(buffer) is bytearray else next(following if type(buffer) is int else reading)
+        for buffer in body.buffers
+    ]

@@ -1,0 +1,125 @@
+"""Bytes to frames and back, with no socket in sight.
+
+A frame is a prefix (magic, header length, length of what follows the header), the header, then the message's big
+buffers one after the other.  The reader says where the next bytes should go, so that a big buffer is received straight
+into its final memory and never copied.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from telegrad.errors import ProtocolError
+from telegrad.wire.messages import Message
+
+PREFIX = struct.Struct("<4sIQ")
+MAGIC = b"tgr\x01"
+MAX_HEADER = 256 << 20
+_CHUNK = 64 << 10
+
+
+class Frame(NamedTuple):
+    """One message and its buffers, each of them writable memory that belongs to nobody else."""
+
+    message: Message
+    buffers: list[Any]
+
+
+def prefix(header_size: int, stream_size: int) -> bytes:
+    return PREFIX.pack(MAGIC, header_size, stream_size)
+
+
+class FrameReader:
+    """Fed by ``space`` (where to put bytes) and ``advance`` (how many came)."""
+
+    def __init__(
+        self,
+        decode: Callable[[memoryview], Message],
+        sizes: Callable[[Message], list[int]],
+        allocate: Callable[[int], Any],
+    ) -> None:
+        self._decode = decode
+        self._sizes = sizes
+        self._allocate = allocate
+        self._memory = memoryview(bytearray(_CHUNK))
+        self._start = self._end = 0
+        self._message: Message | None = None  # whose buffers are being filled
+        self._buffers: list[Any] = []
+        self._todo: list[memoryview] = []  # what is still empty of them, the last first
+
+    def space(self) -> memoryview:
+        """Where the next bytes should go; never empty."""
+        if self._todo:
+            return self._todo[-1]
+        return self._memory[self._end :] if self._end else self._memory
+
+    def advance(self, count: int) -> list[Frame]:
+        """``count`` bytes were put into the space; the frames that they complete."""
+        frames: list[Frame] = []
+        if self._todo:
+            self._fill(count, frames)
+            return frames
+        self._end += count
+        while self._end - self._start >= PREFIX.size:
+            magic, header_size, stream_size = PREFIX.unpack_from(self._memory, self._start)
+            if magic != MAGIC:
+                raise ProtocolError(f"a frame begins with {magic!r} and not with {MAGIC!r}")
+            if header_size > MAX_HEADER:
+                raise ProtocolError(f"a header of {header_size:,} bytes is larger than {MAX_HEADER:,}")
+            begin = self._start + PREFIX.size
+            if self._end - begin < header_size:
+                self._make_room(PREFIX.size + header_size)
+                return frames
+            self._start = begin + header_size
+            message = self._decode(self._memory[begin : self._start])
+            if stream_size == 0:
+                frames.append(Frame(message, []))
+            elif not self._open(message, stream_size, frames):
+                return frames
+        self._make_room(PREFIX.size)
+        return frames
+
+    def _open(self, message: Message, stream_size: int, frames: list[Frame]) -> bool:
+        """Makes memory for the buffers of a message and moves into it what is here; true when that was all."""
+        sizes = self._sizes(message)
+        if sum(sizes) != stream_size or min(sizes) <= 0:
+            raise ProtocolError(f"{stream_size:,} bytes follow a header that announces {sum(sizes):,}")
+        self._message = message
+        self._buffers = [self._allocate(size) for size in sizes]
+        self._todo = [memoryview(buffer) for buffer in reversed(self._buffers)]
+        while self._todo and self._start < self._end:
+            target = self._todo[-1]
+            count = min(len(target), self._end - self._start)
+            target[:count] = self._memory[self._start : self._start + count]
+            self._start += count
+            self._fill(count, frames)
+        return not self._todo
+
+    def _fill(self, count: int, frames: list[Frame]) -> None:
+        target = self._todo.pop()
+        if count < len(target):
+            self._todo.append(target[count:])
+        elif not self._todo:
+            assert self._message is not None
+            frames.append(Frame(self._message, self._buffers))
+            self._message, self._buffers = None, []
+
+    def _make_room(self, needed: int) -> None:
+        """Moves the incomplete frame to the front of a memory that can hold ``needed`` bytes."""
+        held = self._end - self._start
+        if held == 0:
+            self._start = self._end = 0
+            if len(self._memory) > _CHUNK:
+                self._memory = memoryview(bytearray(_CHUNK))
+            return
+        fits = self._start + needed <= len(self._memory)
+        if self._end < len(self._memory) and (fits or self._start == 0):
+            return
+        rest = bytes(self._memory[self._start : self._end])
+        if needed > len(self._memory):
+            # Grow by doubling as bytes really come, so that a large announced length alone costs nothing.
+            self._memory = memoryview(bytearray(min(needed, max(_CHUNK, 2 * held))))
+        self._memory[:held] = rest
+        self._start, self._end = 0, held

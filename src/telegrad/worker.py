@@ -1,0 +1,300 @@
+"""One worker, put together: an agent, the references, and what a program does with them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from telegrad.agent.agent import Agent, AgentOptions, Ticket
+from telegrad.agent.barrier import BarrierLeader, go_round
+from telegrad.agent.calls import Waiting
+from telegrad.agent.execution import run_call
+from telegrad.agent.futures import Future
+from telegrad.agent.link import Link
+from telegrad.agent.memory import Direct, connect
+from telegrad.agent.peers import Peer, PeerState, WorkerRecord
+from telegrad.current import adopt
+from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError
+from telegrad.ids import GlobalId
+from telegrad.rref.references import Owned, References
+from telegrad.rref.rref import RRef, handle, receive_handle
+from telegrad.wire.callables import name_of
+from telegrad.wire.messages import Call, Fetch, RemoteCall
+from telegrad.wire.values import Route
+
+UNSET_TIMEOUT = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """The name and id of a worker."""
+
+    name: str
+    id: int
+
+
+To = str | int | WorkerInfo
+
+
+class Worker:
+    def __init__(
+        self,
+        me: WorkerRecord,
+        options: AgentOptions,
+        dial: Callable[[Agent, Peer], Link],
+        make_route: Callable[[WorkerRecord], Route],
+    ) -> None:
+        self._timeout = options.timeout
+        self._make_route = make_route
+        self._dial = dial
+        self.agent = Agent(me, options, self._dial_peer, lambda: adopt(self))
+        self.agent.handlers[Call] = lambda link, frame: run_call(self.agent, link, frame)
+        self.references = References(self.agent, receive_handle)
+        self.references.worker = self
+        self._leader = BarrierLeader(self.agent)
+        self._on_close: list[Callable[[], None]] = []
+        self.keep: tuple[Any, ...] = ()  # what must live as long as the worker
+        self.closed = False
+        self.add_peer(me)
+
+    @property
+    def name(self) -> str:
+        return self.agent.me.name
+
+    @property
+    def id(self) -> int:
+        return self.agent.me.worker_id
+
+    def add_peer(self, record: WorkerRecord) -> Peer:
+        return self.agent.add_peer(record, self._make_route(record))
+
+    def _dial_peer(self, agent: Agent, peer: Peer) -> Link:
+        if peer.id == self.id:
+            here, there = connect(agent, agent, Direct())
+            peer.accepted.add(there)
+            return here
+        return self._dial(agent, peer)
+
+    def start(self) -> None:
+        self.agent.start()
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        self._on_close.append(action)
+
+    # --- who is there -------------------------------------------------------------------------------------------
+
+    def info(self, of: To | None = None) -> WorkerInfo:
+        if of is None:
+            return WorkerInfo(self.name, self.id)
+        peer = self._peer(of)
+        return WorkerInfo(peer.name, peer.id)
+
+    def infos(self) -> list[WorkerInfo]:
+        return [WorkerInfo(peer.name, peer.id) for peer in self.agent.peers]
+
+    def _peer(self, to: To) -> Peer:
+        if type(to) is str or type(to) is int:
+            return self.agent.peer(to)
+        if isinstance(to, WorkerInfo):
+            return self.agent.peer(to.id)
+        name = getattr(to, "name", None)  # torch's own WorkerInfo, or any other
+        if isinstance(name, str):
+            return self.agent.peer(name)
+        raise UsageError(f"a worker is named by its name, its id or its WorkerInfo, not by {to!r}")
+
+    # --- timeouts -----------------------------------------------------------------------------------------------
+
+    @property
+    def default_timeout(self) -> float:
+        return self._timeout
+
+    @default_timeout.setter
+    def default_timeout(self, seconds: float) -> None:
+        self._timeout = seconds
+
+    def seconds(self, timeout: float) -> float:
+        """A timeout as the user gave it, in seconds; 0: none."""
+        if timeout == UNSET_TIMEOUT:
+            return self._timeout
+        if not isinstance(timeout, (int, float)) or timeout < 0:
+            raise UsageError(f"a timeout is a number of seconds, or 0 for none, not {timeout!r}")
+        return float(timeout)
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def rpc_sync(
+        self,
+        to: To,
+        func: Any,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Any:
+        return self.agent.wait(self._start(to, func, args, kwargs, timeout, None))
+
+    def rpc_async(
+        self,
+        to: To,
+        func: Any,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> Future:
+        future = Future()
+        self._start(to, func, args, kwargs, timeout, future)
+        return future
+
+    def _start(
+        self, to: To, func: Any, args: Any, kwargs: Any, timeout: float, future: Future | None
+    ) -> Waiting[Ticket]:
+        self._check_open()
+        peer = self._peer(to)
+        name, value = _call_value(func, args, kwargs)
+        return self.agent.start_call(
+            peer, name or repr(func), self.seconds(timeout), lambda call_id, body: Call(call_id, name, body), value, future
+        )
+
+    def remote(
+        self,
+        to: To,
+        func: Any,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+    ) -> RRef[Any]:
+        self._check_open()
+        peer = self._peer(to)
+        if peer.id == self.id:
+            return self._remote_to_self(func, args, kwargs, timeout)
+        name, value = _call_value(func, args, kwargs)
+        self.agent.link_to(peer)  # a peer that is gone is an error here, not at to_here
+        rref_id, fork_id = self.references.create_remote(peer.id)
+        rref = handle(self.references, rref_id, fork_id, peer.id)
+        future = Future()
+        future.add_done_callback(lambda done: self._remote_done(fork_id, done))
+        try:
+            self.agent.start_call(
+                peer,
+                name or repr(func),
+                self.seconds(timeout),
+                lambda call_id, body: RemoteCall(call_id, name, rref_id, fork_id, body),
+                value,
+                future,
+            )
+        except TelegradError as error:
+            self.references.not_created(fork_id, error)
+            raise
+        return rref
+
+    def _remote_done(self, fork_id: GlobalId, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.wait()
+        except TelegradError as error:
+            self.references.not_created(fork_id, error)
+        else:
+            self.references.created(fork_id)
+
+    def _remote_to_self(self, func: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+        owned = Owned()
+        rref: RRef[Any] = RRef.__new__(RRef)
+        rref._become_owner(self.references, owned)
+        future = self.rpc_async(self.id, func, args, kwargs, timeout)
+
+        def done(future: torch.futures.Future[Any]) -> None:
+            try:
+                value = future.wait()
+            except Exception as error:
+                owned.set(None, error)
+            else:
+                owned.set(value)
+
+        future.add_done_callback(done)
+        return rref
+
+    def fetch(self, owner: int, rref_id: GlobalId, timeout: float, what: str) -> Any:
+        self._check_open()
+        peer = self.agent.peer(owner)
+        return self.agent.wait(
+            self.agent.start_call(
+                peer, f"to_here of {what}", self.seconds(timeout), lambda call_id, _: Fetch(call_id, rref_id)
+            )
+        )
+
+    def wait_locally(self, wait: Callable[[], bool]) -> bool:
+        """Runs something that blocks; a thread of the pool is replaced meanwhile."""
+        if self.agent.pool.runs_here():
+            with self.agent.pool.blocked():
+                return wait()
+        return wait()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise NotInitializedError(f"worker {self.name!r} has shut down: call init_rpc again first")
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
+        """Leaves the job; gracefully: when no worker has anything left to do."""
+        if self.closed:
+            return
+        deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+        try:
+            if graceful:
+                self._wait_for_all(deadline, timeout)
+        finally:
+            self.closed = True
+            self.agent.say_goodbye()
+            for action in self._on_close:
+                action()
+            self.agent.close()
+
+    def _wait_for_all(self, deadline: float, timeout: float) -> None:
+        seen = -1
+        number = 0
+        while True:
+            while len(self.agent.calls) or self.agent.pool.busy:
+                if time.monotonic() > deadline:
+                    raise RpcTimeoutError(f"shutdown waited {timeout:g} s for {self.agent!r}")
+                time.sleep(0.002)
+            active = self.agent.started_calls != seen and seen >= 0
+            left = max(deadline - time.monotonic(), 0.001) if timeout > 0 else 0.0
+            try:
+                again = go_round(self.agent, self._leader, number, active, left)
+            except RpcTimeoutError as error:
+                missing = self._leader.missing()
+                names = f": {', '.join(missing)} did not call shutdown" if missing else ""
+                raise RpcTimeoutError(f"shutdown waited {timeout:g} s for the other workers{names}") from error
+            if number and not again:
+                return
+            number += 1
+            seen = self.agent.started_calls
+
+    def abandon(self) -> None:
+        """Ends as if killed: no goodbye.  For tests."""
+        self.closed = True
+        for action in self._on_close:
+            action()
+        self.agent.close()
+
+    def __repr__(self) -> str:
+        lost = [peer.name for peer in self.agent.peers if peer.state is PeerState.LOST]
+        return f"<Worker {self.name!r} ({self.id}) of {len(self.agent.peers)}{f', lost: {lost}' if lost else ''}>"
+
+
+def _call_value(func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:
+    """The name of a callable and the value to send with it; without a name the callable is part of the value."""
+    args = () if args is None else args
+    if not isinstance(args, (tuple, list)):
+        raise UsageError(f"args must be a tuple of the call's arguments, not {type(args).__qualname__}: {args!r}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(f"kwargs must be a dict of the call's keyword arguments, not {type(kwargs).__qualname__}")
+    name = name_of(func)
+    if name is None:
+        if not callable(func):
+            raise UsageError(f"{func!r} is not callable")
+        return "", (func, tuple(args), dict(kwargs or {}))
+    return name, (tuple(args), dict(kwargs or {})) if args or kwargs else None

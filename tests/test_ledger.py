@@ -1,0 +1,785 @@
+"""The fork protocol: single steps, and random programs over a network that reorders, repeats and kills."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from telegrad.errors import UsageError, WorkerLostError
+from telegrad.ids import GlobalId, WorkerId
+from telegrad.rref import ledger as ledger_module
+from telegrad.rref.ledger import Broken, Free, Instruction, Ledger, Send
+from telegrad.wire.messages import (
+    ChildConfirmed,
+    ForkAccepted,
+    ForkRefused,
+    ForkRequest,
+    NotePayload,
+    RRefFork,
+    UserDelete,
+)
+
+NOTES = (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete)
+A, B, C, O = (WorkerId(number) for number in range(4))  # noqa: E741
+
+
+def ledgers() -> tuple[Ledger, Ledger, Ledger, Ledger]:
+    return Ledger(A), Ledger(B), Ledger(C), Ledger(O)
+
+
+def confirmed_remote(a: Ledger, o: Ledger) -> GlobalId:
+    """A value on O whose only fork is A's."""
+    rref_id, fork_id = a.create_remote(O)
+    assert o.remote_arrived(rref_id, fork_id, A) == []
+    assert a.creation_confirmed(fork_id) == []
+    assert a.is_confirmed(fork_id)
+    return rref_id
+
+
+# --- single steps -----------------------------------------------------------------------------------------------
+
+
+def test_a_remote_value_lives_until_its_creator_drops_it() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    assert o.owner_ids == {x}
+    assert a.drop(x) == [Send(O, UserDelete(x, x))]
+    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert a.empty
+    assert o.empty
+
+
+def test_a_drop_before_the_confirmation_waits_for_it() -> None:
+    a, _, _, _ = ledgers()
+    x, fork = a.create_remote(O)
+    assert a.drop(fork) == []
+    assert not a.empty
+    assert a.creation_confirmed(fork) == [Send(O, UserDelete(x, fork))]
+    assert a.empty
+
+
+def test_local_handles_are_counted() -> None:
+    o = Ledger(O)
+    x = o.create_local()
+    o.hold(x)
+    assert o.release(x) == []
+    assert o.release(x) == [Free(x)]
+    with pytest.raises(UsageError, match="release of 3:0 on worker 3 as owner"):
+        o.release(x)
+
+
+def test_the_owner_counts_what_it_shares_at_once() -> None:
+    a, _, _, o = ledgers()
+    x = o.create_local()
+    fork = o.share(x, None, A, "int")
+    assert fork == RRefFork(x, fork.fork_id, O, O, "int")
+    assert o.release(x) == []
+    assert a.receive(fork) == (fork.fork_id, [])
+    assert a.is_confirmed(fork.fork_id)
+    assert a.drop(fork.fork_id) == [Send(O, UserDelete(x, fork.fork_id))]
+    assert o.on_note(A, UserDelete(x, fork.fork_id)) == [Free(x)]
+
+
+def test_user_to_user_follows_the_numbered_steps() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.share(x, x, C)  # 1
+    child, out = c.receive(fork)  # 3
+    assert child == fork.fork_id
+    assert not c.is_confirmed(child)
+    assert a.drop(x) == []  # 4
+    assert out == [Send(O, ForkRequest(x, child))]  # 5
+    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]  # 6, 7
+    assert c.on_note(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child))]  # 8
+    assert c.is_confirmed(child)
+    assert a.on_note(C, ChildConfirmed(child)) == [Send(O, UserDelete(x, x))]  # 9
+    assert o.on_note(A, UserDelete(x, x)) == []  # 10
+    assert c.drop(child) == [Send(O, UserDelete(x, child))]  # 11, 12
+    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]  # 13
+    assert a.empty
+    assert c.empty
+    assert o.empty
+
+
+def test_a_pending_child_that_was_dropped_is_deleted_once_accepted() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    assert c.drop(child) == []
+    assert c.on_note(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child)), Send(O, UserDelete(x, child))]
+    assert c.empty
+
+
+def test_all_children_must_be_confirmed_before_the_parent_goes() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    first, second = a.share(x, x, B), a.share(x, x, C)
+    assert a.drop(x) == []
+    assert a.on_note(B, ChildConfirmed(first.fork_id)) == []
+    assert a.on_note(C, ChildConfirmed(second.fork_id)) == [Send(O, UserDelete(x, x))]
+
+
+def test_user_to_owner_becomes_a_local_handle() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.share(x, x, O)
+    assert o.receive(fork) == (None, [Send(A, ChildConfirmed(fork.fork_id))])
+    assert a.on_note(O, ChildConfirmed(fork.fork_id)) == []
+    a.drop(x)
+    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.release(x) == [Free(x)]
+
+
+def test_the_owner_shares_with_itself() -> None:
+    o = Ledger(O)
+    x = o.create_local()
+    fork = o.share(x, None, O)
+    assert o.release(x) == []
+    assert o.receive(fork) == (None, [])
+    assert o.release(x) == [Free(x)]
+
+
+def test_a_user_shares_with_itself() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, out = a.receive(a.share(x, x, A))
+    assert child is not None
+    assert out == [Send(O, ForkRequest(x, child))]
+    assert a.drop(x) == []
+    assert o.on_note(A, ForkRequest(x, child)) == [Send(A, ForkAccepted(child))]
+    assert a.on_note(O, ForkAccepted(child)) == [Send(O, UserDelete(x, x))]  # no note to oneself
+    assert a.drop(child) == [Send(O, UserDelete(x, child))]
+    assert a.empty
+
+
+def test_a_message_that_was_never_sent_is_unshared() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.share(x, x, C)
+    assert a.drop(x) == []
+    assert a.unshare(fork) == [Send(O, UserDelete(x, x))]
+    assert a.unshare(fork) == []
+    y = o.create_local()
+    mine = o.share(y, None, C)
+    o.release(y)
+    assert o.unshare(mine) == [Free(y)]
+    assert o.unshare(mine) == []
+
+
+# --- notes that overtake the RemoteCall -------------------------------------------------------------------------
+
+
+def test_a_fork_request_overtakes_the_remote_call() -> None:
+    a, _, c, o = ledgers()
+    x, _ = a.create_remote(O)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
+    assert "(expected)" in repr(o)
+    assert o.on_note(C, UserDelete(x, child)) == []  # the creator's fork counts already
+    assert o.remote_arrived(x, x, A) == []
+    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert o.empty
+
+
+def test_a_shared_handle_reaches_the_owner_before_the_remote_call() -> None:
+    a, _, _, o = ledgers()
+    x, _ = a.create_remote(O)
+    fork = a.share(x, x, O)
+    assert o.receive(fork) == (None, [Send(A, ChildConfirmed(fork.fork_id))])
+    assert o.release(x) == []
+    assert o.remote_arrived(x, x, A) == []
+    assert o.owner_ids == {x}
+
+
+def test_a_user_delete_overtakes_the_remote_call() -> None:
+    a, _, _, o = ledgers()
+    x, _ = a.create_remote(O)
+    assert a.creation_timed_out(x) == []
+    assert not a.is_confirmed(x)
+    assert a.drop(x) == [Send(O, UserDelete(x, x))]
+    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.counts()["tombstones"] == 1
+    assert "tombstone 0:0@0" in repr(o)
+    assert o.remote_arrived(x, x, A) == [Free(x)]
+    assert o.empty
+    assert o.on_note(A, UserDelete(x, x)) == []  # repeated: must not dig a second grave
+    assert o.empty
+
+
+def test_the_late_call_still_serves_those_who_hold_its_value() -> None:
+    a, _, c, o = ledgers()
+    x, _ = a.create_remote(O)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    o.on_note(C, ForkRequest(x, child))
+    assert o.on_note(A, UserDelete(x, x)) == []  # A timed out and dropped
+    assert o.remote_arrived(x, x, A) == []
+    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+    assert o.empty
+
+
+def test_a_tombstone_outlives_any_number_of_other_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "ENDED_FORKS_REMEMBERED", 2)
+    a, _, _, o = ledgers()
+    x, _ = a.create_remote(O)
+    o.on_note(A, UserDelete(x, x))
+    for _ in range(5):
+        y = confirmed_remote(a, o)
+        assert o.on_note(A, UserDelete(y, y)) == [Free(y)]
+    assert o.remote_arrived(x, x, A) == [Free(x)]
+    assert o.empty
+
+
+def test_a_dropped_creation_that_times_out_is_deleted() -> None:
+    a, _, _, _ = ledgers()
+    x, _ = a.create_remote(O)
+    assert a.drop(x) == []
+    assert a.creation_timed_out(x) == [Send(O, UserDelete(x, x))]
+    assert a.creation_confirmed(x) == []
+    assert a.empty
+
+
+def test_a_late_answer_after_the_timeout_confirms() -> None:
+    a, _, _, _ = ledgers()
+    x, _ = a.create_remote(O)
+    a.creation_timed_out(x)
+    assert a.creation_confirmed(x) == []
+    assert a.is_confirmed(x)
+
+
+def test_a_call_that_never_left_breaks_its_handle_and_sends_nothing() -> None:
+    a, _, _, _ = ledgers()
+    x, _ = a.create_remote(O)
+    assert a.creation_failed(x) == [Broken(x)]
+    with pytest.raises(WorkerLostError, match="SHARE of fork 0:0 on worker 0 as user: it is BROKEN"):
+        a.share(x, x, C)
+    assert a.drop(x) == []
+    assert a.empty
+
+
+def test_a_call_that_never_left_but_was_shared_tells_the_owner() -> None:
+    a, _, c, o = ledgers()
+    x, _ = a.create_remote(O)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    o.on_note(C, ForkRequest(x, child))
+    assert a.creation_failed(x) == [Broken(x)]
+    a.on_note(C, ChildConfirmed(child))
+    assert a.drop(x) == [Send(O, UserDelete(x, x))]
+    o.on_note(A, UserDelete(x, x))
+    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+
+
+# --- repeated and late events -----------------------------------------------------------------------------------
+
+
+def test_repeated_notes_change_nothing() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    o.on_note(C, ForkRequest(x, child))
+    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
+    c.on_note(O, ForkAccepted(child))
+    assert c.on_note(O, ForkAccepted(child)) == []
+    assert c.on_note(O, ForkRefused(child)) == []
+    a.on_note(C, ChildConfirmed(child))
+    assert a.on_note(C, ChildConfirmed(child)) == []
+    c.drop(child)
+    assert o.on_note(C, UserDelete(x, child)) == []
+    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkRefused(child))]  # ended: never counted again
+    assert c.on_note(O, ForkRefused(child)) == []
+    a.drop(x)
+    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.empty
+
+
+def test_a_fork_received_twice_is_one_fork() -> None:
+    a, _, _, o = ledgers()
+    x = o.create_local()
+    fork = o.share(x, None, A)
+    assert a.receive(fork) == a.receive(fork) == (fork.fork_id, [])
+    assert a.counts()["user_forks"] == 1
+
+
+def test_illegal_events_name_event_role_and_state() -> None:
+    a, _, _, _ = ledgers()
+    x, _ = a.create_remote(O)
+    a.drop(x)
+    with pytest.raises(UsageError, match="DROP of fork 0:0 on worker 0 as user: it is LEAVING"):
+        a.drop(x)
+    with pytest.raises(UsageError, match="DROP of fork 9:9 on worker 0 as user: it is GONE"):
+        a.drop(GlobalId(9, 9))
+    with pytest.raises(UsageError, match="share of 9:9 on worker 0 as owner"):
+        a.share(GlobalId(9, 9), None, B)
+    with pytest.raises(UsageError, match="create_local"):
+        a.create_remote(A)
+    with pytest.raises(UsageError, match="itself"):
+        a.worker_lost(A)
+    a.validate()
+
+
+def test_release_needs_a_local_handle() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    with pytest.raises(UsageError, match="no local handle"):
+        o.release(x)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------
+
+
+def test_losing_a_holder_frees() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    assert o.worker_lost(A) == [Free(x)]
+    assert o.worker_lost(A) == []
+    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.on_note(A, ForkRequest(x, GlobalId(0, 9))) == []
+    assert o.remote_arrived(x, x, A) == [Free(x)]
+    assert o.empty
+
+
+def test_losing_the_owner_breaks() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.share(x, x, C)
+    assert a.worker_lost(O) == [Broken(x)]
+    assert c.worker_lost(O) == []
+    child, out = c.receive(fork)
+    assert child is not None
+    assert out == [Broken(child)]
+    assert a.drop(x) == c.drop(child) == []
+    assert a.empty
+    assert c.empty
+    with pytest.raises(WorkerLostError, match="worker 3 is lost"):
+        a.create_remote(O)
+
+
+def test_losing_the_receiver_releases_the_child() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    a.share(x, x, C)
+    a.drop(x)
+    assert a.worker_lost(C) == [Send(O, UserDelete(x, x))]
+    y = a.create_local()
+    with pytest.raises(WorkerLostError, match="share: worker 2 is lost"):
+        a.share(y, None, C)
+
+
+def test_a_lost_parent_hears_nothing_and_a_freed_value_is_refused() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    c.worker_lost(A)
+    assert o.worker_lost(A) == [Free(x)]
+    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkRefused(child))]
+    assert c.on_note(O, ForkRefused(child)) == [Broken(child)]
+    assert c.drop(child) == []
+    assert c.empty
+
+
+def test_a_refused_child_still_releases_its_parent() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    assert c.on_note(O, ForkRefused(child)) == [Send(A, ChildConfirmed(child)), Broken(child)]
+
+
+def test_the_owner_receives_a_value_that_it_freed_after_a_loss() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.share(x, x, O)
+    assert o.worker_lost(A) == [Free(x)]
+    assert o.receive(fork) == (fork.fork_id, [Broken(fork.fork_id)])
+    assert o.drop(fork.fork_id) == []
+    assert o.empty
+
+
+def test_an_expected_value_breaks_with_its_creator() -> None:
+    a, _, c, o = ledgers()
+    x, _ = a.create_remote(O)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    o.on_note(C, ForkRequest(x, child))
+    assert o.worker_lost(A) == [Broken(x)]
+    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+
+
+def test_a_tombstone_goes_with_its_holder() -> None:
+    a, _, _, o = ledgers()
+    x, _ = a.create_remote(O)
+    o.on_note(A, UserDelete(x, x))
+    assert not o.empty
+    o.worker_lost(A)
+    assert o.empty
+
+
+def test_repr_shows_what_is_there() -> None:
+    a, _, _, o = ledgers()
+    assert repr(a) == "<Ledger of worker 0: empty>"
+    x = confirmed_remote(a, o)
+    a.share(x, x, C)
+    assert repr(a) == "<Ledger of worker 0: holds 0:0 of 0:0@3: CONFIRMED, children [0:1]>"
+    assert repr(o) == "<Ledger of worker 3: owns 0:0: 0 handles, forks {0:0: 0}>"
+
+
+# --- random programs --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Handle:
+    worker: WorkerId
+    rref_id: GlobalId
+    fork_id: GlobalId | None  # None: on the owner
+    serial: int
+
+
+@dataclass(frozen=True)
+class RemoteCalled:
+    rref_id: GlobalId
+
+
+@dataclass(frozen=True)
+class RemoteAnswered:
+    fork_id: GlobalId
+
+
+@dataclass(frozen=True)
+class Died:
+    worker: WorkerId
+
+
+@dataclass
+class Packet:
+    source: WorkerId
+    to: WorkerId
+    content: RemoteCalled | RemoteAnswered | RRefFork | NotePayload | Died
+    repeats: int = 2  # how often a note may come once more
+
+
+class World:
+    """Workers, a network with no order at all, and a bookkeeper that knows what every ledger should only infer.
+
+    Any packet may be delivered next, so a note that is lost and sent again is just one that is delivered late.
+    """
+
+    def __init__(self, workers: int = 4) -> None:
+        self.ledgers = {WorkerId(n): Ledger(WorkerId(n)) for n in range(workers)}
+        self.killed: set[WorkerId] = set()
+        self.network: list[Packet] = []
+        self.handles: list[Handle] = []
+        self.owner: dict[GlobalId, WorkerId] = {}
+        self.holder: dict[GlobalId, WorkerId] = {}  # of every fork ever
+        self.parent: dict[GlobalId, GlobalId | None] = {}  # None: the owner, or a creation
+        self.sharer: dict[GlobalId, WorkerId] = {}
+        self.confirmed: set[GlobalId] = set()  # ever
+        self.arrived: set[GlobalId] = set()
+        self.freed: set[GlobalId] = set()
+        self.failed: set[GlobalId] = set()  # their RemoteCall never left
+        self.late: set[GlobalId] = set()  # their RemoteCall timed out
+        self.frees: Counter[GlobalId] = Counter()  # of values that had arrived
+        self.closing = False  # handles are dropped as they come
+        self.serial = 0
+
+    @property
+    def alive(self) -> list[WorkerId]:
+        return [worker for worker in self.ledgers if worker not in self.killed]
+
+    # the program
+
+    def create_remote(self, worker: WorkerId, owner: WorkerId) -> None:
+        ledger = self.ledgers[worker]
+        try:
+            rref_id, fork_id = ledger.create_remote(owner)
+        except WorkerLostError:
+            assert owner in self.killed
+            return
+        self.owner[rref_id] = owner
+        self.holder[fork_id], self.parent[fork_id] = worker, None
+        self.add_handle(worker, rref_id, fork_id)
+        self.post(worker, owner, RemoteCalled(rref_id))
+
+    def create_local(self, worker: WorkerId) -> None:
+        rref_id = self.ledgers[worker].create_local()
+        self.owner[rref_id] = worker
+        self.arrived.add(rref_id)
+        self.add_handle(worker, rref_id, None)
+
+    def copy(self, handle: Handle) -> None:
+        if handle.fork_id is None:
+            self.ledgers[handle.worker].hold(handle.rref_id)
+            self.add_handle(handle.worker, handle.rref_id, None)
+
+    def share(self, handle: Handle, to: WorkerId) -> None:
+        try:
+            fork = self.ledgers[handle.worker].share(handle.rref_id, handle.fork_id, to)
+        except WorkerLostError:
+            assert to in self.killed or handle.fork_id is not None
+            return
+        self.holder[fork.fork_id], self.parent[fork.fork_id] = to, handle.fork_id
+        self.sharer[fork.fork_id] = handle.worker
+        self.post(handle.worker, to, fork)
+
+    def drop(self, handle: Handle) -> None:
+        self.handles.remove(handle)
+        ledger = self.ledgers[handle.worker]
+        if handle.fork_id is None:
+            self.obey(handle.worker, ledger.release(handle.rref_id))
+        else:
+            self.obey(handle.worker, ledger.drop(handle.fork_id))
+
+    # faults
+
+    def give_up(self, packet: Packet, never_left: bool = False) -> None:
+        """The caller stops waiting (its call or the answer is still under way), or could not send a message at all."""
+        match packet.content:
+            case RemoteCalled(rref_id) if never_left and rref_id not in self.late | set(self.parent.values()):
+                self.network.remove(packet)
+                self.failed.add(rref_id)
+                self.obey(packet.source, self.ledgers[packet.source].creation_failed(rref_id))
+            case RemoteCalled(rref_id):
+                self.late.add(rref_id)
+                self.obey(packet.source, self.ledgers[packet.source].creation_timed_out(rref_id))
+            case RemoteAnswered(fork_id):
+                self.obey(packet.to, self.ledgers[packet.to].creation_timed_out(fork_id))
+            case RRefFork() as fork:
+                self.network.remove(packet)
+                self.obey(packet.source, self.ledgers[packet.source].unshare(fork))
+
+    def kill(self, worker: WorkerId) -> None:
+        self.killed.add(worker)
+        self.handles = [handle for handle in self.handles if handle.worker != worker]
+        self.network = [packet for packet in self.network if packet.to != worker]
+        for other in self.alive:
+            self.post(worker, other, Died(worker))
+
+    # the network
+
+    def post(self, source: WorkerId, to: WorkerId, content: RemoteCalled | RRefFork | NotePayload | Died) -> None:
+        if to not in self.killed:
+            self.network.append(Packet(source, to, content))
+
+    def deliver(self, packet: Packet, again: bool = False) -> None:
+        ledger = self.ledgers[packet.to]
+        repeat = again and packet.repeats > 0 and isinstance(packet.content, NOTES)
+        if repeat:
+            packet.repeats -= 1
+        else:
+            self.network.remove(packet)
+        match packet.content:
+            case RemoteCalled(rref_id):
+                self.arrived.add(rref_id)
+                self.obey(packet.to, ledger.remote_arrived(rref_id, rref_id, packet.source))
+                if packet.source not in self.killed:
+                    self.network.append(Packet(packet.to, packet.source, RemoteAnswered(rref_id)))
+            case RemoteAnswered(fork_id):
+                self.obey(packet.to, ledger.creation_confirmed(fork_id))
+            case RRefFork() as fork:
+                received, instructions = ledger.receive(fork)
+                self.add_handle(packet.to, fork.rref_id, received)
+                self.obey(packet.to, instructions)
+            case Died(worker):
+                self.obey(packet.to, ledger.worker_lost(worker))
+            case note:
+                self.obey(packet.to, ledger.on_note(packet.source, note))
+
+    def obey(self, worker: WorkerId, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Send(to, note):
+                    assert to != worker, "a note to oneself"
+                    self.post(worker, to, note)
+                case Free(rref_id):
+                    assert self.owner[rref_id] == worker
+                    self.freed.add(rref_id)
+                    self.frees[rref_id] += rref_id in self.arrived
+                case Broken(fork_id):
+                    if fork_id in self.failed:
+                        continue
+                    assert self.killed, f"{fork_id} is broken though all workers live"
+                    if fork_id in self.holder and self.holder[fork_id] == worker:
+                        owner = self.owner_of_fork(fork_id)
+                        assert owner in self.killed or not self.protected(fork_id), f"{fork_id} is broken"
+
+    def owner_of_fork(self, fork_id: GlobalId) -> WorkerId:
+        while (parent := self.parent[fork_id]) is not None:
+            fork_id = parent
+        return self.owner[fork_id] if fork_id in self.owner else self.sharer[fork_id]
+
+    def add_handle(self, worker: WorkerId, rref_id: GlobalId, fork_id: GlobalId | None) -> None:
+        self.serial += 1
+        handle = Handle(worker, rref_id, fork_id, self.serial)
+        self.handles.append(handle)
+        if self.closing:
+            self.drop(handle)
+
+    # what must hold
+
+    def protected(self, fork_id: GlobalId) -> bool:
+        """Whether the protocol vouches for this fork: it was confirmed, or all are alive who vouch that it will be."""
+        if fork_id in self.confirmed:
+            return True
+        parent = self.parent[fork_id]
+        if self.sharer.get(fork_id) in self.killed or self.holder[fork_id] in self.killed:
+            return False
+        return parent is None or self.protected(parent)
+
+    def check(self) -> None:
+        for worker in self.alive:
+            self.ledgers[worker].validate()
+            repr(self.ledgers[worker])
+        for handle in self.handles:
+            if handle.fork_id is not None and self.ledgers[handle.worker].is_confirmed(handle.fork_id):
+                self.confirmed.add(handle.fork_id)
+        for handle in self.handles:
+            if handle.fork_id is None:
+                assert handle.rref_id in self.ledgers[handle.worker].owner_ids, f"{handle} has no value"
+            elif self.protected(handle.fork_id):
+                assert handle.rref_id not in self.freed, f"{handle} was freed"
+        for packet in self.network:
+            if isinstance(packet.content, RRefFork) and self.protected(packet.content.fork_id):
+                assert packet.content.rref_id not in self.freed, f"{packet} was freed"
+        assert not self.frees or max(self.frees.values()) <= 1, f"freed twice: {self.frees}"
+
+    def finish(self, rng: random.Random) -> None:
+        """Drop all handles, drain the network in a random order; nothing may be left."""
+        self.closing = True
+        while self.handles or self.network:
+            choice = rng.randrange(len(self.handles) + len(self.network))
+            if choice < len(self.handles):
+                self.drop(self.handles[choice])
+            else:
+                self.deliver(self.network[choice - len(self.handles)], again=rng.random() < 0.2)
+            self.check()
+        for worker in self.alive:
+            assert self.ledgers[worker].empty, self.ledgers[worker]
+        for rref_id in self.arrived:
+            if self.owner[rref_id] not in self.killed:
+                assert self.frees[rref_id] == 1, f"{rref_id} was freed {self.frees[rref_id]} times"
+
+
+def run_random_program(seed: int, max_kills: int, steps: int = 60) -> None:
+    rng = random.Random(seed)
+    world = World(rng.choice([3, 4]))
+    for _ in range(steps):
+        move = rng.random()
+        if move < 0.10:
+            worker, owner = rng.choice(world.alive), rng.choice(list(world.ledgers))
+            if worker == owner:
+                world.create_local(worker)
+            else:
+                world.create_remote(worker, owner)
+        elif move < 0.35 and world.handles:
+            world.share(rng.choice(world.handles), rng.choice(list(world.ledgers)))
+        elif move < 0.50 and world.handles:
+            world.drop(rng.choice(world.handles))
+        elif move < 0.53 and world.handles:
+            world.copy(rng.choice(world.handles))
+        elif move < 0.58 and world.network:
+            packet = rng.choice(world.network)
+            if packet.source not in world.killed:
+                world.give_up(packet, never_left=rng.random() < 0.3)
+        elif move < 0.60 and len(world.killed) < max_kills:
+            world.kill(rng.choice(world.alive))
+        elif world.network:
+            world.deliver(rng.choice(world.network), again=rng.random() < 0.3)
+        world.check()
+    world.finish(rng)
+
+
+@pytest.mark.parametrize("max_kills", [0, 1, 2])
+def test_random_programs(max_kills: int) -> None:
+    for seed in range(600):
+        try:
+            run_random_program(seed, max_kills)
+        except Exception as error:
+            error.add_note(f"run_random_program({seed=}, {max_kills=})")
+            raise
+
+
+NUMBERS = st.integers(0, 1 << 16)  # an index, modulo what there is: it shrinks towards the oldest
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    """The same world, driven by hypothesis, which shrinks a failure to a short story."""
+
+    @initialize(seed=NUMBERS)
+    def start(self, seed: int) -> None:
+        self.world = World(3)
+        self.rng = random.Random(seed)
+
+    def worker(self, number: int) -> WorkerId:
+        return self.world.alive[number % len(self.world.alive)]
+
+    def handle(self, number: int) -> Handle:
+        return self.world.handles[number % len(self.world.handles)]
+
+    def packet(self, number: int) -> Packet:
+        return self.world.network[number % len(self.world.network)]
+
+    @rule(worker=NUMBERS, owner=st.integers(0, 2))
+    def create(self, worker: int, owner: int) -> None:
+        creator = self.worker(worker)
+        if creator == owner:
+            self.world.create_local(creator)
+        else:
+            self.world.create_remote(creator, WorkerId(owner))
+
+    @precondition(lambda self: self.world.handles)
+    @rule(number=NUMBERS, to=st.integers(0, 2))
+    def share(self, number: int, to: int) -> None:
+        self.world.share(self.handle(number), WorkerId(to))
+
+    @precondition(lambda self: self.world.handles)
+    @rule(number=NUMBERS)
+    def drop(self, number: int) -> None:
+        self.world.drop(self.handle(number))
+
+    @precondition(lambda self: self.world.handles)
+    @rule(number=NUMBERS)
+    def copy(self, number: int) -> None:
+        self.world.copy(self.handle(number))
+
+    @precondition(lambda self: self.world.network)
+    @rule(number=NUMBERS, again=st.booleans())
+    def deliver(self, number: int, again: bool) -> None:
+        self.world.deliver(self.packet(number), again)
+
+    @precondition(lambda self: self.world.network)
+    @rule(number=NUMBERS, never_left=st.booleans())
+    def give_up(self, number: int, never_left: bool) -> None:
+        packet = self.packet(number)
+        if packet.source not in self.world.killed:
+            self.world.give_up(packet, never_left)
+
+    @precondition(lambda self: len(self.world.killed) < 1)
+    @rule(number=NUMBERS)
+    def kill(self, number: int) -> None:
+        self.world.kill(self.worker(number))
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish(self.rng)
+
+
+LedgerMachine.TestCase.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestLedgerMachine = LedgerMachine.TestCase

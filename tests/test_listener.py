@@ -1,0 +1,606 @@
+"""The door and the way to it, over real sockets: who is let in, and what strangers cost."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+import os
+import pickle
+import queue
+import random
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from telegrad.errors import AuthenticationError, ProtocolError, RendezvousError, RpcTimeoutError, UsageError
+from telegrad.transport import listener as listener_module
+from telegrad.transport import sockets
+from telegrad.transport.base import Stream
+from telegrad.transport.dial import Address, dial
+from telegrad.transport.handshake import ClientHandshake, Identity, Kind, _message, derive_key
+from telegrad.transport.listener import Listener
+from telegrad.transport.sockets import (
+    SocketStream,
+    connect_tcp,
+    connect_unix,
+    is_loopback,
+    listen_tcp,
+    listen_unix,
+)
+from telegrad.transport.tls import Certificate, make_certificate
+
+KEY = derive_key(b"secret", "job")
+OTHER_KEY = derive_key(b"another", "job")
+ALICE = Identity(0, "alice")
+BOB = Identity(1, "bob")
+PATIENCE = 10.0
+
+Transport = Literal["unix", "tcp", "tls"]
+Arrival = tuple[Stream, Identity, str]
+
+
+class House:
+    """A listener for "bob" on every transport, and the streams that came through its doors."""
+
+    def __init__(self, certificate: Certificate, **options: Any) -> None:
+        unix, path = listen_unix()
+        tcp, (host, port) = listen_tcp("127.0.0.1", 0)
+        tls, (_, tls_port) = listen_tcp("127.0.0.1", 0)
+        self.addresses: dict[Transport, Address] = {
+            "unix": Address("unix", path),
+            "tcp": Address("tcp", host, port),
+            "tls": Address("tcp", host, tls_port, certificate.fingerprint),
+        }
+        self.arrivals: queue.Queue[Arrival] = queue.Queue()
+        self._open: list[Stream | socket.socket] = []
+        self.listener = Listener(
+            [(unix, "unix", None), (tcp, "tcp", None), (tls, "tcp", certificate)],
+            KEY,
+            BOB,
+            lambda *arrival: self.arrivals.put(arrival),
+            **options,
+        )
+
+    def dial(self, transport: Transport, key: bytes = KEY, expect: int = 1) -> Stream:
+        stream = dial(self.addresses[transport], key, ALICE, expect, PATIENCE)
+        self._open.append(stream)
+        return stream
+
+    def stranger(self, transport: Transport) -> socket.socket:
+        address = self.addresses[transport]
+        if transport == "unix":
+            sock = connect_unix(address.host, PATIENCE)
+        else:
+            sock = connect_tcp(address.host, address.port, PATIENCE)
+        sock.settimeout(PATIENCE)
+        self._open.append(sock)
+        return sock
+
+    def arrival(self) -> Arrival:
+        arrival = self.arrivals.get(timeout=PATIENCE)
+        self._open.append(arrival[0])
+        return arrival
+
+    def close(self) -> None:
+        self.listener.close()
+        while not self.arrivals.empty():
+            self.arrival()
+        for stream in self._open:
+            stream.close()
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Certificate:
+    return make_certificate()
+
+
+@pytest.fixture
+def open_house(certificate: Certificate) -> Iterator[Callable[..., House]]:
+    houses: list[House] = []
+
+    def build(**options: Any) -> House:
+        houses.append(House(certificate, **options))
+        return houses[-1]
+
+    yield build
+    for house in houses:
+        house.close()
+
+
+@pytest.fixture
+def house(open_house: Callable[..., House]) -> House:
+    return open_house()
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return request.param  # type: ignore[no-any-return]
+
+
+def receive(stream: Stream, size: int) -> bytes:
+    data, got = memoryview(bytearray(size)), 0
+    poll = select.poll()
+    poll.register(stream.fileno(), select.POLLIN)
+    while got < size:
+        try:
+            count = stream.recv_into(data[got:])
+            assert count, f"closed after {got} of {size} bytes"
+            got += count
+        except BlockingIOError:
+            assert poll.poll(PATIENCE * 1000), f"nothing for {PATIENCE} s"
+    return bytes(data)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other side hangs up, whatever it says before; waits for it."""
+    try:
+        while sock.recv(4096):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+def lines(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
+    """The log's lines, once there are ``count`` of them, and that there are no more a moment later."""
+    deadline = time.monotonic() + PATIENCE
+    while len(caplog.records) < count and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(0.02)
+    found = [record.getMessage() for record in caplog.records]
+    assert len(found) == count, found
+    assert {record.name for record in caplog.records} == {"telegrad.transport"}
+    assert {record.levelno for record in caplog.records} == {logging.WARNING}
+    return found
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# --- who gets in ---
+
+
+def test_a_peer_with_the_secret_gets_in(house: House, transport: Transport) -> None:
+    mine = house.dial(transport)
+    theirs, peer, where = house.arrival()
+    assert peer == ALICE
+    assert where.startswith("process" if transport == "unix" else "127.0.0.1 port")
+    mine.send([b"ping", memoryview(b"!")])
+    assert receive(theirs, 5) == b"ping!"
+    theirs.send([b"pong"])
+    assert receive(mine, 4) == b"pong"
+
+
+def test_the_servers_first_words_are_not_swallowed(certificate: Certificate, transport: Transport) -> None:
+    """What the server says right behind its WELCOME is announced by the descriptor, and whole."""
+    kept: list[Stream] = []
+
+    class Eager(House):
+        def arrived(self, stream: Stream, peer: Identity, where: str) -> None:
+            stream.send([b"first words"])
+            kept.append(stream)
+
+    eager = Eager(certificate)
+    eager.listener._on_connection = eager.arrived
+    try:
+        for _ in range(20):
+            stream = eager.dial(transport)
+            assert select.select([stream.fileno()], [], [], PATIENCE)[0]
+            assert receive(stream, 11) == b"first words"
+    finally:
+        eager.close()
+        for stream in kept:
+            stream.close()
+
+
+def test_ipv6() -> None:
+    try:
+        sock, (host, port) = listen_tcp("::1", 0)
+    except (UsageError, RendezvousError, OSError):
+        pytest.skip("no IPv6 on this machine")
+    arrivals: queue.Queue[Stream] = queue.Queue()
+    listener = Listener([(sock, "tcp", None)], KEY, BOB, lambda stream, peer, where: arrivals.put(stream))
+    address = Address("tcp", host, port)
+    assert str(address) == f"tcp:[::1]:{port}"
+    dial(address, KEY, ALICE, 1, PATIENCE).close()
+    arrivals.get(timeout=PATIENCE).close()
+    listener.close()
+
+
+# --- who does not ---
+
+
+def test_another_secret(house: House, transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(AuthenticationError, match=r"worker 1 at .*set the same TELEGRAD_SECRET"):
+        house.dial(transport, key=OTHER_KEY)
+    assert "set the same TELEGRAD_SECRET" in lines(caplog, 1)[0]
+    assert house.arrivals.empty()
+
+
+def test_a_server_with_another_secret_that_lets_everyone_in() -> None:
+    """The client notices too: an impostor answers with a WELCOME that it cannot sign."""
+    sock, path = listen_unix()
+
+    def impostor() -> None:
+        connection, _ = sock.accept()
+        with connection:
+            connection.recv(500)
+            connection.sendall(_message(Kind.CHALLENGE, b"n" * 32))
+            connection.recv(500)
+            connection.sendall(_message(Kind.WELCOME, b"m" * 32 + BOB.encode()))
+
+    thread = threading.Thread(target=impostor, daemon=True)
+    thread.start()
+    with sock, pytest.raises(AuthenticationError, match="could not prove itself"):
+        dial(Address("unix", path), KEY, ALICE, 1, PATIENCE)
+    thread.join(PATIENCE)
+
+
+def test_the_wrong_worker(house: House, transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(AuthenticationError, match=r"dialled worker 5 and reached worker 1 \('bob'\)"):
+        house.dial(transport, expect=5)
+    assert "looked for worker 5" in lines(caplog, 1)[0]
+    assert house.arrivals.empty()
+
+
+def test_random_bytes(house: House, transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
+    chance = random.Random(7)
+    for _ in range(10):
+        with house.stranger(transport) as sock:
+            try:
+                sock.sendall(b"\xee" + chance.randbytes(10_000))
+            except OSError:
+                pass  # refused before we had finished
+            assert is_closed(sock)
+    lines(caplog, 10)
+    assert house.arrivals.empty()
+
+
+@pytest.mark.parametrize("size", [165, 0xFFFF])
+def test_a_huge_length(house: House, caplog: pytest.LogCaptureFixture, size: int) -> None:
+    with house.stranger("tcp") as sock:
+        sock.sendall(_message(Kind.HELLO, b"")[:11] + size.to_bytes(2, "big"))
+        assert is_closed(sock)
+    assert f"HELLO of {size} bytes" in lines(caplog, 1)[0]
+
+
+def test_without_tls_at_a_door_with(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    address = house.addresses["tls"]
+    with pytest.raises((ConnectionError, ProtocolError)):
+        dial(Address("tcp", address.host, address.port), KEY, ALICE, 1, PATIENCE)
+    assert "TLS" in lines(caplog, 1)[0]
+
+
+def test_with_tls_at_a_door_without(house: House, certificate: Certificate, caplog: pytest.LogCaptureFixture) -> None:
+    address = house.addresses["tcp"]
+    with pytest.raises((ConnectionError, ProtocolError)):
+        dial(Address("tcp", address.host, address.port, certificate.fingerprint), KEY, ALICE, 1, PATIENCE)
+    assert "looks like TLS" in lines(caplog, 1)[0]
+
+
+def test_a_wrong_pin(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    address = house.addresses["tls"]
+    with pytest.raises(AuthenticationError, match="promised 0000"):
+        dial(Address("tcp", address.host, address.port, bytes(32)), KEY, ALICE, 1, PATIENCE)
+    lines(caplog, 1)
+
+
+def test_an_authority_instead_of_a_pin(house: House, certificate: Certificate, tmp_path: Path) -> None:
+    address = house.addresses["tls"]
+    unpinned = Address("tcp", address.host, address.port)
+    (tmp_path / "ca.pem").write_bytes(certificate.cert_pem)
+    dial(unpinned, KEY, ALICE, 1, PATIENCE, str(tmp_path / "ca.pem")).close()
+    assert house.arrival()[1] == ALICE
+    (tmp_path / "ca.pem").write_bytes(make_certificate().cert_pem)
+    with pytest.raises(AuthenticationError, match="certificate does not hold"):
+        dial(unpinned, KEY, ALICE, 1, PATIENCE, str(tmp_path / "ca.pem"))
+
+
+class Bomb:
+    exploded = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return setattr, (Bomb, "exploded", True)
+
+
+def test_a_pickle_is_never_loaded(house: House, transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
+    Bomb.exploded = False
+    bomb = pickle.dumps(Bomb())
+    with house.stranger(transport) as sock:
+        sock.sendall(bomb)
+        assert is_closed(sock)
+    assert transport == "tls" or "looks like a pickle" in lines(caplog, 1)[0]
+    assert not Bomb.exploded
+    pickle.loads(bomb)
+    assert Bomb.exploded  # it was a live one
+
+
+def test_another_user(house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(sockets, "peer_credentials", lambda sock: (4711, os.geteuid() + 1))
+    with house.stranger("unix") as sock:
+        assert is_closed(sock)
+    assert f"runs as user {os.geteuid() + 1}" in lines(caplog, 1)[0]
+    with pytest.raises(AuthenticationError, match="run all workers of a host as the same user"):
+        house.dial("unix")  # the dialler asks the same of the listener
+
+
+def test_two_clients_fed_to_each_other() -> None:
+    """An attacker in the middle, without the secret, lets two workers that dial prove themselves to each other."""
+    a, b = socket.socketpair()
+    one, two = ClientHandshake(KEY, ALICE, 1), ClientHandshake(KEY, BOB, 0)
+    with a, b:
+        a.sendall(one.start())
+        b.sendall(two.start())
+        for sock, machine in ((a, one), (b, two)):
+            sock.settimeout(PATIENCE)
+            with pytest.raises(ProtocolError):
+                machine.feed(sock.recv(500))
+            assert not machine.done
+
+
+# --- what strangers cost ---
+
+
+def test_silence(open_house: Callable[..., House], transport: Transport, caplog: pytest.LogCaptureFixture) -> None:
+    house = open_house(handshake_timeout=0.2)
+    began = time.monotonic()
+    with house.stranger(transport) as sock:
+        assert is_closed(sock)
+    assert 0.15 < time.monotonic() - began < 5
+    assert "did not come within 0.2 s" in lines(caplog, 1)[0]
+
+
+def test_one_byte_at_a_time_wins_no_time(
+    open_house: Callable[..., House], transport: Transport, caplog: pytest.LogCaptureFixture
+) -> None:
+    house = open_house(handshake_timeout=0.4)
+    hello = b"\x16\x03\x01\x01\x00\x01" if transport == "tls" else ClientHandshake(KEY, ALICE, 1).start()
+    began = time.monotonic()
+    with house.stranger(transport) as sock:
+        try:
+            for byte in hello + bytes(1000):
+                sock.sendall(bytes([byte]))
+                time.sleep(0.05)
+        except OSError:
+            pass
+    assert 0.3 < time.monotonic() - began < 5
+    lines(caplog, 1)
+
+
+def test_three_hundred_silent_strangers(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    before = resident()
+    strangers = [house.stranger(("tcp", "unix", "tls")[n % 3]) for n in range(300)]
+    began = time.monotonic()
+    for transport in ("unix", "tcp", "tls"):
+        house.dial(transport)
+        assert house.arrival()[1] == ALICE
+    assert time.monotonic() - began < 3
+    evicted = [record.getMessage() for record in caplog.records]
+    assert len(evicted) in range(300 - 256, 300 - 256 + 4)  # the oldest went; our three passed through the same door
+    assert all("oldest goes" in line for line in evicted)
+    assert is_closed(strangers[0])
+    assert len(house.listener._visitors) <= 256
+    assert resident() - before < 64 << 20
+    open_before = descriptors()
+    house.listener.close()
+    assert descriptors() <= open_before - 256 - 3
+
+
+def test_no_descriptor_leaks(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    def visit() -> None:
+        with house.stranger("tcp") as sock:
+            sock.sendall(b"?")
+            assert is_closed(sock)
+        with pytest.raises(AuthenticationError):
+            house.dial("tls", key=OTHER_KEY)
+
+    visit()
+    lines(caplog, 2)
+    before = descriptors()
+    for _ in range(20):
+        visit()
+    lines(caplog, 42)
+    assert descriptors() == before
+
+
+def test_out_of_descriptors(house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The listener waits, without spinning, says so once, and goes on when there are descriptors again."""
+    monkeypatch.setattr(listener_module, "_BACK_OFF", 0.05)
+    attempts: list[float] = []
+
+    def starved(self: socket.socket) -> Any:
+        attempts.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", starved)
+        sock = house.stranger("tcp")
+        deadline = time.monotonic() + PATIENCE
+        while len(attempts) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert len(attempts) >= 4
+    assert all(later - earlier > 0.03 for earlier, later in itertools.pairwise(attempts))
+    house.dial("tcp")
+    assert house.arrival()[1] == ALICE
+    sock.sendall(b"?")
+    assert is_closed(sock)
+    assert "Too many open files" in lines(caplog, 2)[0]
+
+
+def test_an_exception_in_on_connection_is_logged_and_the_door_stays_open(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = house.listener._on_connection
+
+    def bad(stream: Stream, peer: Identity, where: str) -> None:
+        raise ValueError("no room")
+
+    house.listener._on_connection = bad
+    stream = house.dial("unix")
+    assert select.select([stream.fileno()], [], [], PATIENCE)[0]
+    assert stream.recv_into(memoryview(bytearray(1))) == 0
+    assert "lost in on_connection" in caplog.text
+    house.listener._on_connection = good
+    house.dial("unix")
+    assert house.arrival()[1] == ALICE
+
+
+def test_close(house: House) -> None:
+    waiting = house.stranger("tcp")
+    mine = house.dial("tcp")
+    theirs, _, _ = house.arrival()
+    house.listener.close()
+    house.listener.close()
+    assert repr(house.listener) == "<Listener of 'bob': closed>"
+    assert not house.listener._thread.is_alive()
+    assert is_closed(waiting)
+    mine.send([b"still here"])
+    assert receive(theirs, 10) == b"still here"
+    for transport in ("unix", "tcp", "tls"):
+        with pytest.raises(ConnectionRefusedError):
+            house.dial(transport)
+
+
+# --- dialling ---
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_server_that_says_nothing(tls: bool) -> None:
+    sock, (host, port) = listen_tcp("127.0.0.1", 0)
+    missing = "the TLS handshake" if tls else "its CHALLENGE"
+    began = time.monotonic()
+    with sock, pytest.raises(RpcTimeoutError, match=rf"worker 1 at t.*:{port}: connected, but {missing} did not come"):
+        dial(Address("tcp", host, port, bytes(32) if tls else None), KEY, ALICE, 1, 0.2)
+    assert time.monotonic() - began < 5
+
+
+def test_a_full_backlog() -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(f"\0telegrad-test-{os.getpid()}")
+        sock.listen(0)
+        address = Address("unix", f"@telegrad-test-{os.getpid()}")
+        with connect_unix(address.host, PATIENCE), pytest.raises(RpcTimeoutError, match=r"no connection within 0\.1 s"):
+            dial(address, KEY, ALICE, 1, 0.1)
+
+
+def test_nobody_there() -> None:
+    sock, (host, port) = listen_tcp("127.0.0.1", 0)
+    sock.close()
+    with pytest.raises(ConnectionRefusedError):
+        dial(Address("tcp", host, port), KEY, ALICE, 1, PATIENCE)
+    with pytest.raises(ConnectionRefusedError):
+        dial(Address("unix", "@telegrad-nobody"), KEY, ALICE, 1, PATIENCE)
+    with pytest.raises(UsageError, match="a port is 1 to 65535"):
+        dial(Address("tcp", host, port + 65536), KEY, ALICE, 1, PATIENCE)
+
+
+# --- sockets ---
+
+
+def test_a_port_in_use() -> None:
+    sock, (host, port) = listen_tcp("127.0.0.1", 0)
+    with sock, pytest.raises(RendezvousError, match=rf"127\.0\.0\.1:{port}: the port is in use"):
+        listen_tcp(host, port)
+
+
+@pytest.mark.parametrize(("host", "port"), [("192.0.2.1", 0), ("no such host", 0), ("127.0.0.1", 70_000)])
+def test_an_address_that_cannot_be_listened_on(host: str, port: int) -> None:
+    with pytest.raises(UsageError, match="cannot listen on"):
+        listen_tcp(host, port)
+
+
+def test_is_loopback() -> None:
+    for host in ("127.0.0.1", "127.8.8.8", "::1", "localhost", "::ffff:127.0.0.1"):
+        assert is_loopback(host), host
+    for host in ("0.0.0.0", "10.0.0.1", "::", "", "192.0.2.1", "fe80::1%lo", "no such host"):
+        assert not is_loopback(host), host
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[SocketStream, SocketStream]]:
+    a, b = socket.socketpair()
+    one, two = SocketStream(a), SocketStream(b)
+    yield one, two
+    one.close()
+    two.close()
+
+
+def test_more_buffers_than_one_system_call_takes(ends: tuple[SocketStream, SocketStream]) -> None:
+    parts: list[bytes | bytearray | memoryview] = [bytes([n % 251]) * (n % 7) for n in range(5000)]
+    parts[17] = memoryview(b"abcd").cast("I")
+    whole = b"".join(bytes(part) for part in parts)
+    sender = threading.Thread(target=ends[0].send, args=(parts,), daemon=True)
+    sender.start()
+    assert receive(ends[1], len(whole)) == whole
+    sender.join(PATIENCE)
+    assert not sender.is_alive()
+
+
+def test_partial_sends_are_continued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel may take as little as it likes of each call."""
+    taken = bytearray()
+
+    class Reluctant(socket.socket):
+        def sendmsg(self, buffers: Any, *rest: Any) -> int:
+            assert len(buffers) <= 1024
+            part = b"".join(buffers)[:777]
+            taken.extend(part)
+            return len(part)
+
+        def send(self, data: Any, *rest: Any) -> int:
+            return self.sendmsg([data])
+
+    stream = SocketStream(Reluctant(socket.AF_UNIX))
+    data = os.urandom(10_000)
+    stream.send([data])
+    stream.send([data[:1], b"", memoryview(data)[1:5000], bytearray(data[5000:])])
+    stream.close()
+    assert taken == data + data
+
+
+def test_close_wakes_a_blocked_send_and_the_number_is_not_reused_meanwhile(
+    ends: tuple[SocketStream, SocketStream],
+) -> None:
+    failures: list[OSError] = []
+
+    def blocked() -> None:
+        try:
+            ends[0].send([bytes(64 << 20)])
+        except OSError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=blocked, daemon=True)
+    thread.start()
+    while not ends[0]._sending:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    ends[0].close()
+    ends[0].close()
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    assert failures
+    assert ends[0].fileno() == -1
+    assert ends[0].recv_into(memoryview(bytearray(1))) == 0
+    with pytest.raises(BrokenPipeError):
+        ends[0].send([b"x"])
+
+
+def test_close_leaves_the_descriptor_to_the_last_one_out(ends: tuple[SocketStream, SocketStream]) -> None:
+    ends[0]._receiving = True  # as if a reader stood between reading the number and the system call
+    ends[0].close()
+    assert ends[0].fileno() >= 0
+    ends[0]._receiving = False
+    assert ends[0].recv_into(memoryview(bytearray(1))) == 0
+    assert ends[0].fileno() == -1
