@@ -32,40 +32,37 @@ PARTING = 20  # seconds that the other workers get to leave
 # -- the steps: their source is what the screen shows ------------------------------------------------------------------
 
 
-def call() -> str:
+def call() -> Any:
     return rpc.rpc_sync("oslo", greet, args=("paris",))
 
 
 def futures() -> float:
     left, right = torch.rand(300, 64), torch.rand(64, 64)
-    parts = [
-        rpc.rpc_async(worker, torch.matmul, args=(rows, right))
-        for worker, rows in zip(("oslo", "lima", "tokyo"), left.chunk(3), strict=True)
-    ]
-    product = torch.cat(torch.futures.wait_all(parts))
-    difference = product - left @ right
+    blocks = zip(("oslo", "lima", "tokyo"), left.chunk(3), strict=True)
+    parts = torch.futures.wait_all([rpc.rpc_async(to, torch.mm, args=(rows, right)) for to, rows in blocks])
+    difference = torch.cat(parts) - left @ right
     return difference.abs().max().item()
 
 
-def chain() -> torch.Tensor:
+def chain() -> Any:
     # relay runs on oslo, asks lima in turn, and answers when lima has answered
     return rpc.rpc_sync("oslo", relay, args=("lima", torch.tensor([1.0, 2.0, 3.0])))
 
 
-def reference() -> Notebook:
+def reference() -> Any:
     notebook = rpc.remote("lima", Notebook)  # made on lima, and stays there
     notebook.rpc_sync().write("written from paris")  # a method call, run by the owner
     return notebook.to_here()  # a copy of the value
 
 
-def passing_on() -> list[str]:
+def passing_on() -> Any:
     notebook = rpc.remote("lima", Notebook)
     for worker in ("oslo", "tokyo"):
         rpc.rpc_sync(worker, sign, args=(notebook,))  # they get the reference, and write to lima
     return notebook.rpc_sync().read()
 
 
-def error() -> float:
+def error() -> Any:
     return rpc.rpc_sync("tokyo", square_root, args=(-1,))
 
 
@@ -81,6 +78,7 @@ class Step:
     paths: Sequence[Sequence[str]]
     holds: Callable[[Any], bool]
     checked: str
+    raises: tuple[type[Exception], ...] = ()
 
 
 def error_text(error: BaseException) -> str:
@@ -88,7 +86,7 @@ def error_text(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error))
 
 
-def is_remote_value_error(result: object) -> bool:
+def tells_where_it_failed(result: object) -> bool:
     if not isinstance(result, ValueError):
         return False
     text = error_text(result)
@@ -135,8 +133,9 @@ STEPS = (
         "An error: it travels back with its type, its worker and its traceback",
         error,
         [("paris", "tokyo")],
-        is_remote_value_error,
+        tells_where_it_failed,
         "a ValueError, as if raised here; its text names tokyo and the line that failed",
+        raises=(ValueError,),
     ),
 )
 
@@ -150,17 +149,19 @@ class DemoError(Exception):
 
 def take(step: Step, screen: Screen) -> None:
     screen.step(step.title, step.run, step.paths)
+    result: object = None
+    raised: Exception | None = None
     started = time.perf_counter()
     try:
         result = step.run()
-    except Exception as raised:
-        result = raised
+    except step.raises as expected:
+        raised = expected
     seconds = time.perf_counter() - started
-    if not step.holds(result):
-        text = error_text(result) if isinstance(result, BaseException) else repr(result)
-        raise DemoError(f"{step.run.__name__} did not show that {step.checked}; it gave:\n{text}")
-    if isinstance(result, BaseException):
-        screen.error(result, error_text(result), seconds, step.checked)
+    if not step.holds(raised or result):
+        shown = error_text(raised) if raised else repr(result)
+        raise DemoError(f"{step.run.__name__} did not show this: {step.checked}.  It gave:\n{shown}")
+    if raised:
+        screen.error(raised, error_text(raised), seconds, step.checked)
     else:
         screen.result(vars(result) if isinstance(result, Notebook) else result, seconds, step.checked)
 
@@ -198,11 +199,11 @@ def four_workers() -> Iterator[None]:
     """This process as the first worker, and three more; afterwards all have left in good order, or it raises."""
     job = job_environment(os.environ, len(WORKERS))
     os.environ.update(worker_environment(job, 0))
-    # One server process loads torch and forks the three: to load it three times over takes seconds on a small machine.
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload([serve.__module__])
+    spawn = multiprocessing.get_context("spawn")
     others = [
-        server.Process(target=serve, args=(name, rank, worker_environment(job, rank)), name=name, daemon=True)
+        spawn.Process(
+            target=serve, args=(name, rank, worker_environment(job, rank), os.getpid()), name=name, daemon=True
+        )
         for rank, name in enumerate(WORKERS)
         if rank > 0
     ]

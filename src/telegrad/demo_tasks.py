@@ -12,9 +12,9 @@ from telegrad import rpc
 from telegrad.process import end_with
 
 
-def serve(name: str, rank: int, environment: Mapping[str, str]) -> None:
+def serve(name: str, rank: int, environment: Mapping[str, str], parent: int) -> None:
     """The whole life of a worker that only answers: join, serve until all are done, leave."""
-    end_with(os.getppid())()
+    end_with(parent)()
     os.environ.update(environment)
     torch.set_num_threads(1)
     rpc.init_rpc(name, rank=rank, world_size=int(environment["WORLD_SIZE"]))

@@ -286,7 +286,10 @@ class Worker:
 
 
 def _call_value(func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:
-    """The name of a callable and the value to send with it; without a name the callable is part of the value."""
+    """The name of a callable and what to send with it: the arguments, last the keyword arguments or None.
+
+    Without a name the callable itself comes first.
+    """
     args = () if args is None else args
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"args must be a tuple of the call's arguments, not {type(args).__qualname__}: {args!r}")
@@ -296,5 +299,5 @@ def _call_value(func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:
     if name is None:
         if not callable(func):
             raise UsageError(f"{func!r} is not callable")
-        return "", (func, tuple(args), dict(kwargs or {}))
-    return name, (tuple(args), dict(kwargs or {})) if args or kwargs else None
+        return "", (func, *args, dict(kwargs) if kwargs else None)
+    return name, (*args, dict(kwargs) if kwargs else None) if args or kwargs else None

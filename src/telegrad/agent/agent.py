@@ -348,7 +348,7 @@ class Agent:
     def answer(self, link: Link, call_id: int, value: Any) -> None:
         """Sends a result; one that cannot be sent becomes a clear error over there."""
         if value is None:
-            link.send(Reply(call_id))
+            link.send(Reply(call_id), more=True)
             return
         try:
             parcel = self.pack(self.peer(link.peer_id), link, value)
@@ -357,7 +357,7 @@ class Agent:
             return
         if parcel.stays:
             link.held[call_id] = parcel.keep
-        link.send(Reply(call_id, parcel.body), parcel.stream)
+        link.send(Reply(call_id, parcel.body), parcel.stream, more=True)
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)

@@ -70,14 +70,16 @@ def execute(
     assert isinstance(message, Call | RemoteCall)
     scope: AbstractContextManager[None] | None = None
     try:
-        function, args, kwargs = message.function, (), {}
+        function: Any = message.function
+        args: tuple[Any, ...] = (None,)
         if message.body.tree is not None or message.body.pickle >= 0:
-            value, scope = agent.open(link, message.call_id, message.body, frame.buffers)
-            function, args, kwargs = (function, *value) if function else value
+            args, scope = agent.open(link, message.call_id, message.body, frame.buffers)
+            if not function:
+                function, *args = args  # type: ignore[assignment]
         if type(function) is str:
             function = resolve(function, agent.options.allow_pickle)
         with scope or _NO_SCOPE:
-            result = function(*args, **kwargs)
+            result = function(*args[:-1], **(args[-1] or {}))
         if type(result) is Deferred:
             future = result.future
         elif is_async(function):

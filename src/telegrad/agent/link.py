@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from telegrad.agent.pool import Pool, Work
+from telegrad.agent.spin import Spin
 from telegrad.errors import ProtocolError
 from telegrad.transport.base import Stream
 from telegrad.wire import codec
 from telegrad.wire.frames import Frame, FrameReader, prefix
 from telegrad.wire.messages import Message
 
-_JOIN_BELOW = 16 << 10
+_JOIN_BELOW = 64 << 10
+_CORKED_MOST = 256
 
 
 class Link(Protocol):
@@ -33,7 +35,8 @@ class Link(Protocol):
     lane_open: bool  # the peer can read our memory
     held: dict[int, Sequence[object]]  # memory that the peer has yet to read, by token
 
-    def send(self, message: Message, stream: Sequence[memoryview] = ()) -> None: ...
+    def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
+        """Sends a message; with ``more``, perhaps together with those that will follow in a moment."""
 
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
@@ -76,6 +79,7 @@ class StreamLink:
         self._reading = threading.Lock()
         self._sending = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
+        self._spin = Spin()
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
         self._closed = False
@@ -85,11 +89,16 @@ class StreamLink:
 
     # --- sending ------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message, stream: Sequence[memoryview] = ()) -> None:
-        """Sends, or leaves it to the thread that is sending just now.  A broken link is reported, not raised."""
+    def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
+        """A broken link is reported to the agent, not raised."""
         header = codec.encode(message)
         size = sum(len(buffer) for buffer in stream) if stream else 0
         self._outbox.append((prefix(len(header), size) + header, stream))
+        if not (more and len(self._outbox) < _CORKED_MOST and self._pool.cork(self)):
+            self.flush()
+
+    def flush(self) -> None:
+        """Sends all that waits, or leaves it to the thread that is sending just now."""
         while self._outbox and self._sending.acquire(blocking=False):
             try:
                 self._send_all()
@@ -126,6 +135,17 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
 
+    def linger(self) -> Sequence[Work]:
+        """Looks for the next request of a caller that just got its answer, without waking another thread for it."""
+        if self.dialled or self._closed or not self._reading.acquire(blocking=False):
+            return ()
+        try:
+            self._pool.disarm(self._fd, self)
+            return self._receive() if self._spin.look(self._glance) else ()
+        finally:
+            self._reading.release()
+            self._pool.arm(self._fd, self)
+
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         if not self._reading.acquire(blocking=False):
             return False
@@ -135,7 +155,7 @@ class StreamLink:
                 wait = deadline - time.monotonic()
                 if wait <= 0:
                     break
-                if self._poll.poll(min(wait, 3600.0) * 1000 + 1):
+                if self._spin.look(self._glance) or self._poll.poll(min(wait, 3600.0) * 1000 + 1):
                     work = self._receive()
                     if work:
                         self._pool.submit_all(work)
@@ -143,6 +163,9 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
         return True
+
+    def _glance(self) -> list[tuple[int, int]]:
+        return self._poll.poll(0)
 
     def _receive(self) -> Sequence[Work]:
         """Reads what is there, once, or to the end where the stream keeps bytes of its own (TLS)."""

@@ -43,7 +43,7 @@ class MemoryLink:
         self._twin: MemoryLink | None = None
         self._closed = False
 
-    def send(self, message: Message, stream: Sequence[memoryview] = ()) -> None:
+    def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
         twin = self._twin
         if self._closed or twin is None:
             return

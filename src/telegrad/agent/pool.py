@@ -8,6 +8,8 @@ thread has read from it, so the thread can run what it read without a hop to ano
 3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two threads
    are slower than one on short functions; when it makes no progress for a millisecond, others join in.
 4. If all that run are stuck (say, in a wait that we cannot see) while work is queued, the limit gives way.
+5. Answers given while more work is queued are corked, so that a burst of calls costs a few sends and not one each; they go
+   out when the queue is empty, or after a millisecond in which nothing happened.
 """
 
 from __future__ import annotations
@@ -38,6 +40,12 @@ class Source(Protocol):
 
     def readable(self) -> Sequence[Work]: ...
 
+    def linger(self) -> Sequence[Work]:
+        """As ``readable``, for a moment in which more may come."""
+
+    def flush(self) -> None:
+        """Sends what was corked."""
+
 
 class Pool:
     def __init__(self, name: str, limit: int, on_thread_start: Callable[[], None] = lambda: None) -> None:
@@ -49,6 +57,7 @@ class Pool:
         self._epoll.register(self._bell, select.EPOLLIN)
         self._sources: dict[int, Source] = {}
         self._queue: deque[Work] = deque()
+        self._corked: dict[Source, None] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._born = 0
@@ -60,6 +69,7 @@ class Pool:
         self._extra = 0  # by how much the limit has given way
         self._closed = False
         self._here = threading.local()
+        self._lingering = False  # one thread at most looks out for its last caller's next request
         with self._lock:
             self._grow()
 
@@ -92,6 +102,18 @@ class Pool:
     def submit_all(self, work: Sequence[Work]) -> None:
         self._queue.extend(work)
         self._ring()
+
+    def cork(self, source: Source) -> bool:
+        """Whether there is more to do right now, so that the source may wait for ``flush`` (rule 5)."""
+        if not self._queue:
+            return False
+        self._corked[source] = None
+        return True
+
+    def _uncork(self) -> None:
+        while self._corked:
+            with contextlib.suppress(KeyError):  # another thread was faster
+                self._corked.popitem()[0].flush()
 
     def runs_here(self) -> bool:
         """Whether the calling thread is one of the pool's."""
@@ -169,13 +191,19 @@ class Pool:
             if self._queue and self._may_take(seen):
                 self._begin()
                 with contextlib.suppress(IndexError):
-                    self._run(self._queue.popleft())
+                    work = self._queue.popleft()
+                    if self._corked and not self._queue:
+                        self._uncork()  # this one may take long
+                    self._run(work)
                 self._end()
                 seen = -1
                 continue
+            if self._corked and not self._queue:
+                self._uncork()
             seen = self._taken
             events = self._epoll.poll(self._patience(), 1)
             if not events:
+                self._uncork()
                 if not self._queue and self._leave():
                     return
                 continue
@@ -190,13 +218,10 @@ class Pool:
                 self._read(source)
 
     def _read(self, source: Source) -> None:
-        self._begin()
-        try:
-            work = source.readable()
-        except Exception:
-            log.exception("worker %r could not read from a connection", self._name)
-            work = ()
-        if work:
+        """Reads from a source and runs what came; a caller that just got its answer may ask again at once."""
+        work = self._try(source.readable)
+        while work:
+            self._begin()
             if len(work) == 1 and not self._queue and self._busy <= self._limit + self._extra:
                 self._run(work[0])  # the hot path: no queue, no hop
             else:
@@ -205,7 +230,19 @@ class Pool:
                     self._ring()
                     with contextlib.suppress(IndexError):
                         self._run(self._queue.popleft())
-        self._end()
+            self._end()
+            if self._queue or self._lingering:
+                return
+            self._lingering = True
+            work = self._try(source.linger)
+            self._lingering = False
+
+    def _try(self, read: Callable[[], Sequence[Work]]) -> Sequence[Work]:
+        try:
+            return read()
+        except Exception:
+            log.exception("worker %r could not read from a connection", self._name)
+            return ()
 
     def _may_take(self, seen: int) -> bool:
         """Rules 2 to 4: whether this thread should take from the queue, having last seen ``seen`` items begun."""

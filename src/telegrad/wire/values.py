@@ -7,21 +7,22 @@ only an authenticated peer's bytes ever reach, and which ``allow_pickle=False`` 
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from telegrad.errors import SerializationError
+from telegrad.errors import SerializationError, TelegradError
 from telegrad.wire.callables import MAIN_MODULES
-from telegrad.wire.messages import EMPTY_BODY, Body, RRefFork
-from telegrad.wire.tensors import DTYPE_CODES, DTYPES, TABLE_TYPES, DeviceMap, Packed, in_table, no_device_map
+from telegrad.wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
+from telegrad.wire.tensors import DTYPE_CODES, DTYPES, TABLE_TYPES, DeviceMap, NotInTable, Packed, in_table, no_device_map
 from telegrad.wire.tensors import pack as pack_tensors
 from telegrad.wire.tensors import unpack as unpack_tensors
 
@@ -41,7 +42,7 @@ class Route:
     allow_cloudpickle: bool = True
     same_main: bool = True  # the peer runs the same main program, so names in it mean the same there
     device_for: DeviceMap = no_device_map
-    # The outgoing interceptor: sees the tensors (and may replace them), returns what its twin should know.
+    # The outgoing interceptor: sees the tensors, returns what its twin should know.
     outgoing: Callable[[int, list[Tensor]], Any] | None = None
 
 
@@ -69,14 +70,16 @@ _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _RREF, _COMPLEX = range(8)
 _DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE, _BIG_INT = range(8, 16)
 
 
-@dataclass(slots=True)
 class _Writer:
     """Walks a value once, collecting its tensors and references."""
 
-    tensors: list[Tensor] = field(default_factory=list)
-    positions: dict[int, int] = field(default_factory=dict)  # id(tensor) -> index, so that one tensor stays one
-    rrefs: list[Reference] = field(default_factory=list)
-    seen: set[int] = field(default_factory=set)
+    __slots__ = ("positions", "rrefs", "seen", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.positions: dict[int, int] = {}  # id(tensor) -> index, so that one tensor stays one
+        self.rrefs: list[Reference] = []
+        self.seen: set[int] = set()
 
     def tensor(self, tensor: Tensor) -> int:
         index = self.positions.get(id(tensor))
@@ -114,20 +117,14 @@ class _Writer:
         return self.items(tag, values)
 
 
-def _write_tensor(writer: _Writer, tensor: Tensor) -> Any:
-    if not in_table(tensor):
-        raise _NotPlain
-    return [_TENSOR, writer.tensor(tensor)]
-
-
 _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
     tuple: lambda w, v: w.items(_TUPLE, v),
     list: lambda w, v: w.mutable(_LIST, v, v),
     dict: lambda w, v: w.mutable(_DICT, v, [part for item in v.items() for part in item]),
     set: lambda w, v: w.mutable(_SET, v, v),
     frozenset: lambda w, v: w.items(_FROZENSET, v),
-    Tensor: _write_tensor,
-    torch.nn.Parameter: _write_tensor,
+    Tensor: lambda w, v: [_TENSOR, w.tensor(v)],
+    torch.nn.Parameter: lambda w, v: [_TENSOR, w.tensor(v)],
     complex: lambda w, v: [_COMPLEX, v.real, v.imag],
     torch.dtype: lambda w, v: [_DTYPE, DTYPE_CODES[v]],
     torch.device: lambda w, v: [_DEVICE, str(v)],
@@ -139,10 +136,12 @@ _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
 }
 
 
-@dataclass(slots=True)
 class _Reader:
-    tensors: Sequence[Tensor]
-    rrefs: Sequence[Any]
+    __slots__ = ("rrefs", "tensors")
+
+    def __init__(self, tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> None:
+        self.tensors = tensors
+        self.rrefs = rrefs
 
     def read(self, node: Any) -> Any:
         if type(node) is not list:
@@ -209,15 +208,19 @@ class _Pickler(pickle.Pickler):
         return _reduce(self._writer, self._same_main, value)
 
 
-def _cloud_pickler(file: io.BytesIO, writer: _Writer, buffers: list[pickle.PickleBuffer]) -> Any:
+@functools.cache
+def _cloud_pickler() -> Any:
+    """The class, made once: each class is a cycle of references, and would keep what it sends alive until the next GC."""
     import cloudpickle  # only programs that send lambdas pay for it
 
     class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+        writer: _Writer
+
         def reducer_override(self, value: Any) -> Any:
-            reduced = _reduce(writer, True, value)
+            reduced = _reduce(self.writer, True, value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
-    return CloudPickler(file, protocol=5, buffer_callback=buffers.append)
+    return CloudPickler
 
 
 _tables = threading.local()  # what the pickle being loaded on this thread may refer to
@@ -252,7 +255,9 @@ def _dump(value: Any, route: Route) -> tuple[_Writer, bytes, list[pickle.PickleB
     buffers.clear()
     try:
         writer, file = _Writer(), io.BytesIO()
-        _cloud_pickler(file, writer, buffers).dump(value)
+        pickler = _cloud_pickler()(file, protocol=5, buffer_callback=buffers.append)
+        pickler.writer = writer
+        pickler.dump(value)
         return writer, file.getvalue(), buffers
     except Exception as error:
         raise _cannot_pickle(value, error) from error
@@ -271,33 +276,42 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_lim
     ``encode_tree`` tries the tree, so that its failure is known here.  Buffers of ``lane_limit`` bytes and more stay in
     our memory, for the peer to read from there.
     """
-    writer = _Writer()
     packed = Packed()
-    pickle_index, pickle_buffers = -1, ()
+    extra: Any = None
     try:
+        writer = _Writer()
         tree = writer.write(value)
         encode_tree(tree)
-    except (_NotPlain, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
+        if writer.tensors:
+            metas, extra = _pack_tensors(writer.tensors, packed, route, lane_limit)
+        else:
+            metas = ()
+        pickle_index, pickle_buffers = -1, ()
+    except (_NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
+        if isinstance(reason, TelegradError):
+            raise
         if not route.allow_pickle:
             raise SerializationError(
                 f"cannot send a value of type {type(value).__qualname__} without pickle (allow_pickle=False): "
                 "only plain data, tensors and references can go"
             ) from reason
         tree = None
+        packed = Packed()
         writer, data, out_of_band = _dump(value, route)
         pickle_index = packed.add(data, data, None)
         pickle_buffers = tuple(_add_out_of_band(packed, buffer, lane_limit) for buffer in out_of_band)
-    extra = None
-    metas = ()
-    if writer.tensors:
-        tensors = writer.tensors
-        if route.outgoing is not None:
-            extra = route.outgoing(route.to, tensors)
-        metas = pack_tensors(tensors, packed, lane_limit, route.device_for)
+        metas, extra = _pack_tensors(writer.tensors, packed, route, lane_limit)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
     rrefs = tuple([reference.__telegrad_share__(route.to) for reference in writer.rrefs]) if writer.rrefs else ()
     body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, rrefs, extra)  # type: ignore[arg-type]
     return Parcel(body, packed.stream, packed.keep, len(packed.keep) > len(packed.stream))
+
+
+def _pack_tensors(
+    tensors: list[Tensor], packed: Packed, route: Route, lane_limit: int | None
+) -> tuple[tuple[TensorMeta, ...], Any]:
+    metas = pack_tensors(tensors, packed, lane_limit, route.device_for)
+    return metas, route.outgoing(route.to, tensors) if route.outgoing is not None and tensors else None
 
 
 def _add_out_of_band(packed: Packed, buffer: pickle.PickleBuffer, lane_limit: int | None) -> int:
