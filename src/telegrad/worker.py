@@ -155,7 +155,12 @@ class Worker:
         peer = self._peer(to)
         name, value = _call_value(func, args, kwargs)
         return self.agent.start_call(
-            peer, name or repr(func), self.seconds(timeout), lambda call_id, body: Call(call_id, name, body), value, future
+            peer,
+            name or repr(func),
+            self.seconds(timeout),
+            lambda call_id, body: Call(call_id, name, body),
+            value,
+            future,
         )
 
     def remote(

@@ -157,8 +157,10 @@ class Agent:
     def _greet(self, peer: Peer, link: Link) -> None:
         """Tells the peer when we can read its memory, so that it may leave big buffers there for us."""
         record = peer.record
-        if record.host == self.me.host and peer.id != self.me.worker_id and lane.can_read(
-            record.pid, record.lane_address, record.lane_word
+        if (
+            record.host == self.me.host
+            and peer.id != self.me.worker_id
+            and lane.can_read(record.pid, record.lane_address, record.lane_word)
         ):
             link.send(LaneOpen())
 
@@ -193,8 +195,8 @@ class Agent:
         if parcel.stays:
             link.held[waiting.call_id] = parcel.keep
         link.send(message(waiting.call_id, parcel.body), parcel.stream)
-        if peer.state is not PeerState.KNOWN:  # it went between our look and our send
-            self._fail_calls(peer)
+        if peer.link is not link:  # it went between our look and our send
+            self._fail_calls(peer, link)
         return waiting
 
     def wait(self, waiting: Waiting[Ticket]) -> Any:
@@ -299,7 +301,7 @@ class Agent:
         elif kind is Note:
             self._take_note(link, message)  # type: ignore[arg-type]
         elif kind is Goodbye:
-            self.peer_gone(self.peer(link.peer_id), PeerState.LEFT, "")
+            self._peer_left(link)
         else:
             self.handlers[kind](link, frame)
 
@@ -308,7 +310,7 @@ class Agent:
         message = frame.message
         assert isinstance(message, Reply | Failure)
         if any(type(buffer) is InPeer for buffer in message.body.buffers):
-            link.send(Taken(message.call_id))
+            link.post(Taken(message.call_id))
         for fork in message.body.rrefs:
             self.make_reference(fork)
 
@@ -340,7 +342,7 @@ class Agent:
             memory = self.buffers.lend(buffer.size)
             lane.fetch(record.pid, buffer.address, memory, record.name)
             fetched.append(memory)
-        link.send(Taken(token))
+        link.post(Taken(token))  # with the answer, or the next call: a send of its own would wake the peer for nothing
         return fetched
 
     # --- answers ------------------------------------------------------------------------------------------------
@@ -399,10 +401,18 @@ class Agent:
         peer = self._peers.get(link.peer_id)
         if peer is None or self.closing:
             return
-        peer.accepted.discard(link)
-        if peer.link is link:
-            peer.link = None
-        self.peer_gone(peer, PeerState.LOST, reason)
+        if peer.state is PeerState.KNOWN:
+            self.peer_gone(peer, PeerState.LOST, reason)
+        peer.forget(link)
+        self._fail_calls(peer, link)
+
+    def _peer_left(self, link: Link) -> None:
+        """The last message on this link; answers may still be on their way on another."""
+        peer = self.peer(link.peer_id)
+        self.peer_gone(peer, PeerState.LEFT, "")
+        peer.forget(link)
+        link.close()
+        self._fail_calls(peer, link)
 
     def peer_gone(self, peer: Peer, state: PeerState, reason: str) -> None:
         """A peer is lost, or has left: settle everything that waits for it.  Done once."""
@@ -414,17 +424,16 @@ class Agent:
             self._inbox.lost(peer.id)
         if state is PeerState.LOST:
             log.warning("worker %r: worker %r is lost: %s", self.me.name, peer.name, reason)
-        links = peer.links
-        peer.accepted.clear()
-        peer.link = None
-        for link in links:
-            link.close()
-        self._fail_calls(peer)
+            for link in peer.links:
+                peer.forget(link)
+                link.close()
+            self._fail_calls(peer)
         for handler in self.lost_handlers if not self.closing else ():
             self.pool.submit((lambda act, worker: act(worker), handler, peer.id))
 
-    def _fail_calls(self, peer: Peer) -> None:
-        for waiting in self.calls.lost(peer.id):
+    def _fail_calls(self, peer: Peer, link: Link | None = None) -> None:
+        """Ends the calls that this peer will never answer: all, or those on one link."""
+        for waiting in self.calls.lost(peer.id, lambda ticket: link is None or ticket.link is link):
             work = self._settle(waiting.ticket, self._gone(peer, f"answered {waiting.what}"))
             if work is not None:
                 self.pool.submit(work)
@@ -440,21 +449,22 @@ class Agent:
         for to, note in again:
             self.pool.submit((self._send_note, self.peer(to), note))
         for peer in self.peers:
-            if peer.id != self.me.worker_id:
-                self._check_pulse(peer, now)
+            for link in peer.links if peer.id != self.me.worker_id else ():
+                self._check_pulse(link, now)
         pause = min(self.options.heartbeat / 4, 1.0)
         if self._outbox:
             pause = min(pause, self.options.note_pause)
         return min(now + pause, self.calls.next_deadline())
 
-    def _check_pulse(self, peer: Peer, now: float) -> None:
-        for each in peer.links:
-            silence = now - each.last_heard
-            if silence > self.options.heartbeat:
-                self.link_broken(each, f"it was silent for {silence:.0f} s")
-            elif each.dialled and silence > self.options.heartbeat / 4:
-                # A full socket would block the clock, so a thread of the pool asks.
-                self.pool.submit((lambda to, _: to.send(Ping()), each, None))
+    def _check_pulse(self, link: Link, now: float) -> None:
+        silence = now - link.last_heard
+        if silence > self.options.heartbeat:
+            self.link_broken(link, f"it was silent for {silence:.0f} s")
+        elif link.dialled and silence > self.options.heartbeat / 4:
+            # A full socket would block the clock, so a thread of the pool asks.
+            self.pool.submit((lambda link, _: link.send(Ping()), link, None))
+        elif link.has_posted():
+            self.pool.submit((lambda link, _: link.flush(), link, None))
 
     # --- the end ------------------------------------------------------------------------------------------------
 
@@ -474,6 +484,7 @@ class Agent:
             for link in peer.links:
                 link.close()
             self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
+            self._fail_calls(peer)
         self.pool.close(timeout)
 
     def __repr__(self) -> str:

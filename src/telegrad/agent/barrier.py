@@ -87,9 +87,7 @@ def go_round(agent: Agent, leader: BarrierLeader, number: int, active: bool, tim
         if head.id == agent.me.worker_id:
             leader.find_the_dead()
         try:
-            waiting = agent.start_call(
-                head, "shutdown", timeout, lambda call_id, _: Barrier(call_id, number, active)
-            )
+            waiting = agent.start_call(head, "shutdown", timeout, lambda call_id, _: Barrier(call_id, number, active))
             return bool(agent.wait(waiting))
         except WorkerLostError:
             continue  # the leader is gone: the next one leads

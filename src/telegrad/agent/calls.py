@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -42,9 +43,10 @@ class Calls(Generic[T]):
         """An answer came; None when nobody waits for it any more."""
         return self._waiting.pop(call_id, None)
 
-    def lost(self, worker: int) -> list[Waiting[T]]:
-        """A worker is gone; the calls that it will never answer."""
-        return self._take([call for call in list(self._waiting.values()) if call.to == worker])
+    def lost(self, worker: int, which: Callable[[T], bool] = lambda _: True) -> list[Waiting[T]]:
+        """A worker is gone; the calls that it will never answer, of those whose ticket ``which`` picks."""
+        waiting = list(self._waiting.values())
+        return self._take([call for call in waiting if call.to == worker and which(call.ticket)])
 
     def expire(self, now: float) -> list[Waiting[T]]:
         """The calls whose time is over."""

@@ -35,7 +35,7 @@ def is_async(function: Any) -> bool:
 
 
 def checked_future(function: Any, result: Any) -> torch.futures.Future[Any]:
-    if not isinstance(result, torch.futures.Future):
+    if not isinstance(result, torch._C.Future):  # the base class: ``then`` returns this and not the subclass
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
             f"{name} is decorated with async_execution, so it must return a torch.futures.Future; "

@@ -38,6 +38,14 @@ class Link(Protocol):
     def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
         """Sends a message; with ``more``, perhaps together with those that will follow in a moment."""
 
+    def post(self, message: Message) -> None:
+        """Sends a message along with the next one, or when ``flush`` is called."""
+
+    def has_posted(self) -> bool: ...
+
+    def flush(self) -> None:
+        """Sends what waits."""
+
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
 
@@ -96,6 +104,13 @@ class StreamLink:
         self._outbox.append((prefix(len(header), size) + header, stream))
         if not (more and len(self._outbox) < _CORKED_MOST and self._pool.cork(self)):
             self.flush()
+
+    def post(self, message: Message) -> None:
+        header = codec.encode(message)
+        self._outbox.append((prefix(len(header), 0) + header, ()))
+
+    def has_posted(self) -> bool:
+        return bool(self._outbox)
 
     def flush(self) -> None:
         """Sends all that waits, or leaves it to the thread that is sending just now."""

@@ -51,6 +51,15 @@ class MemoryLink:
         copies = [bytes(buffer) for buffer in stream]
         self._carrier.carry(twin.peer_id, self.peer_id, message, lambda: twin._take(header, copies))
 
+    def post(self, message: Message) -> None:
+        self.send(message)
+
+    def has_posted(self) -> bool:
+        return False
+
+    def flush(self) -> None:
+        pass
+
     def _take(self, header: bytes, buffers: list[bytes]) -> None:
         if self._closed:
             return
@@ -84,5 +93,3 @@ def connect(caller: Any, callee: Any, carrier: Carrier) -> tuple[MemoryLink, Mem
     there = MemoryLink(caller.me.worker_id, False, callee, callee.pool, carrier)
     here._twin, there._twin = there, here
     return here, there
-
-

@@ -60,5 +60,10 @@ class Peer:
     def links(self) -> list[Link]:
         return [*self.accepted, *([self.link] if self.link is not None else [])]
 
+    def forget(self, link: Link) -> None:
+        self.accepted.discard(link)
+        if self.link is link:
+            self.link = None
+
     def __repr__(self) -> str:
         return f"<Peer {self.name!r} ({self.id}), {self.state.value}>"

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BUDGET = 150e-6
-_CROWDED = 50e-6  # a yield that takes longer means that another process had work for this core
-_CREDIT = 8  # failures in a row after which looking pauses
-_RETRY = 64  # waits after which it is tried again
+_BUDGET = 150e-6  # seconds
+_CROWDED = 50e-6  # a look that takes longer means that another process had work for this core
+_TRIALS = 8  # vain searches in a row after which the next waits skip theirs
+_SKIP, _SKIP_MOST = 64, 2048
 
 _clock = time.perf_counter
 _single_core = (os.cpu_count() or 1) < 2
@@ -26,30 +26,38 @@ _single_core = (os.cpu_count() or 1) < 2
 class Spin:
     """One place where threads wait, and how looking has paid there."""
 
-    __slots__ = ("_failures",)
+    __slots__ = ("_penalty", "_skip", "_trials")
 
     def __init__(self) -> None:
-        self._failures = 0
+        self._trials = _TRIALS
+        self._skip = 0  # how many of the next waits go to sleep at once
+        self._penalty = _SKIP  # what the last failure cost
 
     def look(self, look: Callable[[], T]) -> T:
         """Calls ``look`` until it returns something true, or it is time to sleep."""
         found = look()
         if found or _single_core:
             return found
-        if self._failures >= _CREDIT:
-            self._failures += 1
-            if self._failures < _RETRY:
-                return found
-            self._failures = _CREDIT - 1
+        if self._skip:
+            self._skip -= 1
+            return found
         now = start = _clock()
         while now - start < _BUDGET:
             os.sched_yield()
             found = look()
             if found:
-                self._failures = 0
+                self._trials = _TRIALS
+                self._penalty = max(self._penalty - 1, _SKIP)
                 return found
             before, now = now, _clock()
             if now - before > _CROWDED:
-                break
-        self._failures += 1
+                self._punish(4)
+                return found
+        self._trials -= 1
+        if self._trials <= 0:
+            self._punish(2)
         return found
+
+    def _punish(self, factor: int) -> None:
+        self._trials = 1
+        self._skip = self._penalty = min(self._penalty * factor, _SKIP_MOST)

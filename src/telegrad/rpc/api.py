@@ -66,7 +66,9 @@ def init_rpc(
 
 def _check_numbers(rank: int, world_size: int | None) -> None:
     if not isinstance(rank, int) or rank < 0:
-        raise UsageError(f"rank must be a number from 0 on, in the argument or the environment variable RANK, not {rank}")
+        raise UsageError(
+            f"rank must be a number from 0 on, in the argument or the environment variable RANK, not {rank}"
+        )
     if world_size is not None and not rank < world_size <= MAX_WORKERS:
         raise UsageError(f"rank {rank} does not fit a world of {world_size} (and {MAX_WORKERS} is the most)")
 

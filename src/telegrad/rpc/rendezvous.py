@@ -27,7 +27,6 @@ from telegrad.transport.handshake import derive_key
 
 _SIGNATURE = hashlib.sha256().digest_size
 _records = msgspec.msgpack.Decoder(WorkerRecord)
-_GLANCE = 2.0  # seconds between looks at what else may have happened
 
 
 @dataclass
@@ -51,7 +50,9 @@ class Meeting:
             )
         holder = self._once(f"name/{self.name}", str(self.rank))
         if holder != str(self.rank):
-            raise RendezvousError(f"the name {self.name!r} is already taken by rank {holder}: every worker needs its own")
+            raise RendezvousError(
+                f"the name {self.name!r} is already taken by rank {holder}: every worker needs its own"
+            )
 
     def key(self, secret: bytes | None) -> bytes:
         """Step 2: the key with which the job's workers know each other."""
@@ -72,22 +73,17 @@ class Meeting:
     def wait_for_all(self, key: bytes) -> list[WorkerRecord]:
         """Step 4."""
         assert self.world_size is not None
-        missing = set(range(self.world_size))
+        ranks = range(self.world_size)
         deadline = time.monotonic() + self.timeout
-        records: dict[int, WorkerRecord] = {}
-        while missing:
-            try:
-                rank = min(missing)
-                left = max(deadline - time.monotonic(), 0.01)
-                self.store.wait([f"record/{rank}"], timedelta(seconds=min(left, _GLANCE)))
-            except (dist.DistError, RuntimeError) as error:
-                if time.monotonic() > deadline:
-                    came = [rank for rank in missing if self.store.check([f"record/{rank}"])]
-                    raise self._nobody_came(missing - set(came), records) from error
-                continue
-            records[rank] = self._read(rank, key)
-            missing.discard(rank)
-        return list(records.values())
+        pause = 0.002
+        # Asking again and again, because the stores complain on the terminal when a wait of theirs runs out.
+        while not self.store.check([f"record/{rank}" for rank in ranks]):
+            if time.monotonic() > deadline:
+                came = [rank for rank in ranks if self.store.check([f"record/{rank}"])]
+                raise self._nobody_came([self._read(rank, key) for rank in came])
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+        return [self._read(rank, key) for rank in ranks]
 
     def find(self, name: str, key: bytes) -> WorkerRecord | None:
         """The record of a worker that joined later, by name (a job of open size)."""
@@ -118,12 +114,13 @@ class Meeting:
         """Sets a key that nobody has set yet; returns what it is now."""
         return self.store.compare_set(key, "", value).decode()
 
-    def _nobody_came(self, missing: set[int], records: dict[int, WorkerRecord]) -> RendezvousError:
-        came = ", ".join(f"{record.name!r} ({rank})" for rank, record in sorted(records.items())) or "nobody"
-        ranks = ", ".join(map(str, sorted(missing)))
+    def _nobody_came(self, records: list[WorkerRecord]) -> RendezvousError:
+        assert self.world_size is not None
+        came = ", ".join(f"{record.name!r} ({record.worker_id})" for record in records) or "nobody"
+        missing = sorted(set(range(self.world_size)) - {record.worker_id for record in records})
         return RendezvousError(
-            f"rank{'s' if len(missing) > 1 else ''} {ranks} of {self.world_size} did not come within "
-            f"{self.timeout:g} s; here are {came}. Do all workers run, with the same address and world size?"
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.world_size} did not come "
+            f"within {self.timeout:g} s; here are {came}. Do all workers run, with the same address and world size?"
         )
 
 

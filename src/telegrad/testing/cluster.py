@@ -25,9 +25,7 @@ class Cluster:
         self.carrier = FaultyCarrier()
         self._options = options
         self._workers: dict[str, Worker] = {}
-        records = [
-            WorkerRecord(number, name, allow_pickle=options.allow_pickle) for number, name in enumerate(names)
-        ]
+        records = [WorkerRecord(number, name, allow_pickle=options.allow_pickle) for number, name in enumerate(names)]
         for record in records:
             worker = Worker(record, options, self._dial, lambda to: Route(to.worker_id, options.allow_pickle))
             self._workers[record.name] = worker

@@ -6,6 +6,8 @@ into memory used before it runs at 8 GB/s.  So memory that a received tensor lea
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import threading
 import weakref
 from collections import deque
@@ -17,13 +19,24 @@ from numpy.typing import NDArray
 Memory = NDArray[np.uint8]
 
 POOLED_FROM = 64 << 10
+_HUGE_FROM = 2 << 20
 
 
 class _Loan(weakref.ref[Memory]):
     """Remembers the slab of a lent array, which itself cannot be a dictionary's key."""
 
     __slots__ = ("slab",)
-    slab: Memory
+    slab: mmap.mmap
+
+
+def _new_slab(size: int) -> mmap.mmap:
+    """Fresh memory.  Not an array: numpy would let views of a lent array refer to the slab and not to the lent array,
+    which would then seem unused."""
+    slab = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= _HUGE_FROM:
+        with contextlib.suppress(OSError, AttributeError):
+            slab.madvise(mmap.MADV_HUGEPAGE)
+    return slab
 
 
 class BufferPool:
@@ -32,7 +45,7 @@ class BufferPool:
     def __init__(self, keep_bytes: int = 1 << 30) -> None:
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
-        self._idle: dict[int, list[Memory]] = {}  # by size class
+        self._idle: dict[int, list[mmap.mmap]] = {}  # by size class
         self._idle_bytes = 0
         self._lent: dict[int, _Loan] = {}
         # The callback of a weak reference may run anywhere, even inside this class: it only appends.
@@ -50,8 +63,8 @@ class BufferPool:
             if slab is not None:
                 self._idle_bytes -= size_class
         if slab is None:
-            slab = np.empty(size_class, np.uint8)
-        lent = slab[:size]
+            slab = _new_slab(size_class)
+        lent = np.frombuffer(slab, np.uint8, size)
         loan = _Loan(lent, self._returned.append)
         loan.slab = slab
         self._lent[id(loan)] = loan
@@ -60,9 +73,10 @@ class BufferPool:
     def _collect(self) -> None:
         while self._returned:
             slab = self._lent.pop(id(self._returned.popleft())).slab
-            if self._idle_bytes + slab.size <= self._keep_bytes:
-                self._idle.setdefault(slab.size, []).append(slab)
-                self._idle_bytes += slab.size
+            size = len(slab)
+            if self._idle_bytes + size <= self._keep_bytes:
+                self._idle.setdefault(size, []).append(slab)
+                self._idle_bytes += size
 
     def trim(self) -> None:
         """Gives half of the idle memory back to the system; called now and then, so that what nobody uses fades away."""

@@ -110,4 +110,6 @@ def fetch(pid: int, address: int, into: Memory, name: str) -> None:
     try:
         read(pid, address, into)
     except OSError as error:
-        raise WorkerLostError(f"worker {name!r} went away while {into.size:,} bytes were read from it: {error}") from error
+        raise WorkerLostError(
+            f"worker {name!r} went away while {into.size:,} bytes were read from it: {error}"
+        ) from error

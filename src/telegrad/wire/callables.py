@@ -53,6 +53,7 @@ def name_of(function: Any) -> str | None:
         if name is not None:
             if len(_names) >= _NAMES_KEPT:
                 _names.clear()
+                _names.update((exported, key) for key, exported in _exported.items())
             _names[function] = name
     return name
 
@@ -105,8 +106,10 @@ def resolve(name: str, allow_any: bool) -> Any:
     if module is None:
         try:
             module = importlib.import_module(module_name)
-        except ImportError as error:
-            raise SerializationError(f"cannot import module {module_name!r} for {path!r}: {error}") from error
+        except Exception as error:  # a module may raise anything while it is imported
+            raise SerializationError(
+                f"cannot import module {module_name!r} for {path!r}: {type(error).__name__}: {error}"
+            ) from error
     function = _look_up(module, path)
     if function is None:
         where = getattr(module, "__file__", None) or "no file"

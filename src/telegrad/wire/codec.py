@@ -33,7 +33,10 @@ def complete(body: Body, streamed: list[Any], fetched: list[Any]) -> list[Any]:
     if not streamed and not fetched:
         return list(body.buffers)
     following, reading = iter(streamed), iter(fetched)
-    return [
-        buffer if type(buffer) is bytearray else next(following if type(buffer) is int else reading)
-        for buffer in body.buffers
-    ]
+    try:
+        return [
+            buffer if type(buffer) is bytearray else next(following if type(buffer) is int else reading)
+            for buffer in body.buffers
+        ]
+    except StopIteration:
+        raise ProtocolError("a message names more buffers than came with it") from None

@@ -77,7 +77,7 @@ class FrameReader:
             if stream_size == 0:
                 frames.append(Frame(message, []))
             elif not self._open(message, stream_size, frames):
-                return frames
+                break
         self._make_room(PREFIX.size)
         return frames
 
@@ -87,7 +87,10 @@ class FrameReader:
         if sum(sizes) != stream_size or min(sizes) <= 0:
             raise ProtocolError(f"{stream_size:,} bytes follow a header that announces {sum(sizes):,}")
         self._message = message
-        self._buffers = [self._allocate(size) for size in sizes]
+        try:
+            self._buffers = [self._allocate(size) for size in sizes]
+        except (MemoryError, OverflowError, ValueError, OSError) as error:
+            raise ProtocolError(f"no memory for the {stream_size:,} bytes that a header announces: {error}") from error
         self._todo = [memoryview(buffer) for buffer in reversed(self._buffers)]
         while self._todo and self._start < self._end:
             target = self._todo[-1]

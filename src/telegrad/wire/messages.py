@@ -25,7 +25,7 @@ The payloads of a Note are the RRef fork protocol (see ``rref.ledger``).
 
 from __future__ import annotations
 
-from typing import Any, Union
+from typing import Annotated, Any, Union
 
 import msgspec
 
@@ -36,6 +36,10 @@ class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """The base of all records: positional on the wire, so small, and checked field by field when read."""
 
 
+#: An int that a malformed message cannot make negative.
+Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
 # --- the body: a value and what it is made of -------------------------------------------------------------------
 
 
@@ -43,10 +47,10 @@ class TensorMeta(_Record):
     """How to rebuild one tensor.  ``parts`` are its components where one buffer is not enough (sparse, quantised)."""
 
     dtype: int
-    shape: tuple[int, ...]
+    shape: tuple[Size, ...]
     buffer: int = -1
-    stride: tuple[int, ...] | None = None  # None: contiguous
-    offset: int = 0  # in elements
+    stride: tuple[Size, ...] | None = None  # None: contiguous
+    offset: Size = 0  # in elements
     flags: int = 0
     layout: int = 0
     parts: tuple["TensorMeta", ...] = ()
@@ -57,8 +61,8 @@ class TensorMeta(_Record):
 class InPeer(_Record):
     """A buffer that stays in the sender's memory until the receiver copies it from there (the same-host lane)."""
 
-    address: int
-    size: int
+    address: Size
+    size: Size
 
 
 class RRefFork(_Record):
@@ -72,7 +76,7 @@ class RRefFork(_Record):
 
 
 #: A buffer inside the header, the length of one that follows it, or one that waits in the sender's memory.
-Buffer = Union[bytearray, int, InPeer]
+Buffer = Union[bytearray, Size, InPeer]
 
 
 class Body(_Record):

@@ -81,17 +81,23 @@ class Packed:
 
     def add(self, memory: memoryview | bytes, keep: object, lane_limit: int | None) -> int:
         """Adds one buffer by the cheapest way that is open; returns its index."""
-        size = len(memory)
-        if size <= INLINE_LIMIT:
+        if len(memory) <= INLINE_LIMIT:
             self.buffers.append(bytes(memory))
-        elif lane_limit is not None and size >= lane_limit:
-            address = np.frombuffer(memory, np.uint8).ctypes.data
-            self.buffers.append(InPeer(address, size))
+        elif lane_limit is not None and len(memory) >= lane_limit:
+            self.buffers.append(InPeer(np.frombuffer(memory, np.uint8).ctypes.data, len(memory)))
             self.keep.append(keep)
         else:
-            self.buffers.append(size)
+            self.buffers.append(len(memory))
             self.stream.append(memoryview(memory))
             self.keep.append(keep)
+        return len(self.buffers) - 1
+
+    def add_storage(self, tensor: Tensor, start: int, size: int, lane_limit: int | None) -> int:
+        """Adds the bytes [start, start + size) of a tensor's storage."""
+        if lane_limit is None or size < lane_limit:
+            return self.add(_memory(tensor, start, size), tensor, lane_limit)
+        self.buffers.append(InPeer(tensor.untyped_storage().data_ptr() + start, size))
+        self.keep.append(tensor)
         return len(self.buffers) - 1
 
 
@@ -138,9 +144,7 @@ def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for
     device = None
     if not tensor.is_cpu:
         if tensor.is_meta:
-            return TensorMeta(
-                DTYPE_CODES[tensor.dtype], tuple(tensor.shape), -1, tensor.stride(), 0, flags, _META
-            )
+            return TensorMeta(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), -1, tensor.stride(), 0, flags, _META)
         device = device_for(tensor.device)
         tensor = tensor.cpu()
     if tensor.layout is not torch.strided or tensor.is_quantized:
@@ -161,7 +165,7 @@ def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for
         buffer = len(packed.buffers) - 1
     else:
         start = tensor.storage_offset() * tensor.itemsize
-        buffer = packed.add(_memory(tensor, start, size), tensor, lane_limit)
+        buffer = packed.add_storage(tensor, start, size, lane_limit)
     return TensorMeta(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), buffer, stride, 0, flags, 0, (), (), device)
 
 
@@ -233,7 +237,8 @@ def _overlaps(tensors: Sequence[Tensor]) -> dict[int, _Region]:
     """The tensors whose memory overlaps another's, each with the region that they share."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized and tensor.numel():
+        plain = tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+        if plain and tensor.numel():
             by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
     shared: dict[int, _Region] = {}
     for group in by_storage.values():
@@ -245,7 +250,7 @@ def _overlaps(tensors: Sequence[Tensor]) -> dict[int, _Region]:
 
 def _regions(group: list[Tensor]) -> list[_Region]:
     regions: list[_Region] = []
-    for tensor in sorted(group, key=Tensor.storage_offset):
+    for tensor in sorted(group, key=lambda tensor: tensor.storage_offset() * tensor.itemsize):
         start = tensor.storage_offset() * tensor.itemsize
         end = start + _span(tensor) * tensor.itemsize
         if regions and start < regions[-1].end:
@@ -261,8 +266,7 @@ def _pack_shared(tensor: Tensor, region: _Region, packed: Packed, lane_limit: in
         # Elements are addressed in their own size, so the region begins where the widest one is aligned.
         widest = max(member.itemsize for member in region.members)
         region.start -= region.start % widest
-        memory = _memory(tensor, region.start, region.end - region.start)
-        region.buffer = packed.add(memory, tensor, lane_limit)
+        region.buffer = packed.add_storage(tensor, region.start, region.end - region.start, lane_limit)
     flags = _flags(tensor)
     flags |= _CONJUGATE if tensor.is_conj() else 0
     flags |= _NEGATIVE if tensor.is_neg() else 0
@@ -298,9 +302,11 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
         else:
             tensor = _strided(dtype, meta, buffers, storages)
     elif meta.layout == _META:
-        tensor = torch.empty_strided(meta.shape, meta.stride or (), dtype=dtype, device="meta")
+        tensor = torch.empty_strided(meta.shape, _checked_stride(meta), dtype=dtype, device="meta")
     else:
-        tensor = _unpack_composite(meta, dtype, buffers)
+        tensor = _unpack_composite(meta, buffers)
+        if tensor.dtype is not dtype or tensor.shape != meta.shape:
+            raise SerializationError(f"the parts of a {dtype} tensor of shape {meta.shape} do not make one")
     if flags == 0 and meta.device is None:
         return tensor
     if flags & _CONJUGATE:
@@ -316,6 +322,8 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
 
 def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> Tensor:
     if len(buffer) == 0:
+        if math.prod(shape):
+            raise SerializationError(f"a tensor of shape {shape} came without its bytes")
         return torch.empty(shape, dtype=dtype)
     try:
         flat = torch.frombuffer(buffer, dtype=dtype)
@@ -326,22 +334,25 @@ def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> Tens
     return flat.view(shape)
 
 
-def _strided(
-    dtype: torch.dtype, meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor]
-) -> Tensor:
+def _strided(dtype: torch.dtype, meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor]) -> Tensor:
     base = storages.get(meta.buffer)
     if base is None:
         base = storages[meta.buffer] = torch.frombuffer(buffers[meta.buffer], dtype=torch.uint8)
-    stride = meta.stride or ()
-    if len(stride) != len(meta.shape) or min((0, meta.offset, *stride, *meta.shape)) < 0:
-        raise SerializationError(f"a tensor of shape {meta.shape} cannot have strides {stride}")
+    stride = _checked_stride(meta)
     last = meta.offset + sum((size - 1) * step for size, step in zip(meta.shape, stride, strict=True))
     if (last + 1) * dtype.itemsize > base.numel() and math.prod(meta.shape):
         raise SerializationError("a tensor reaches beyond the buffer that came with it")
     return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), meta.offset, meta.shape, stride)
 
 
-def _unpack_composite(meta: TensorMeta, dtype: torch.dtype, buffers: Sequence[Any]) -> Tensor:
+def _checked_stride(meta: TensorMeta) -> tuple[int, ...]:
+    stride = meta.stride or ()
+    if len(stride) != len(meta.shape) or min((0, meta.offset, *stride, *meta.shape)) < 0:
+        raise SerializationError(f"a tensor of shape {meta.shape} cannot have strides {stride}")
+    return stride
+
+
+def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
     parts = unpack(meta.parts, buffers)
     if meta.layout == _COO:
         coalesced = bool(meta.flags & _COALESCED)
@@ -353,7 +364,10 @@ def _unpack_composite(meta: TensorMeta, dtype: torch.dtype, buffers: Sequence[An
         scale, zero = meta.scalars
         return torch._make_per_tensor_quantized_tensor(parts[0], scale, int(zero))
     if meta.layout == _QUANTIZED_CHANNELS:
-        return torch._make_per_channel_quantized_tensor(*parts, int(meta.scalars[0]))
+        (values, scales, zeros), axis = parts, int(meta.scalars[0])
+        if axis < 0 or not scales.shape == zeros.shape == values.shape[axis : axis + 1]:
+            raise SerializationError(f"{len(scales)} scales for axis {axis} of a tensor of shape {meta.shape}")
+        return torch._make_per_channel_quantized_tensor(values, scales, zeros, axis)
     raise SerializationError(f"unknown tensor layout code {meta.layout}")
 
 

@@ -21,8 +21,18 @@ from torch import Tensor
 
 from telegrad.errors import SerializationError, TelegradError
 from telegrad.wire.callables import MAIN_MODULES
+from telegrad.wire.frames import MAX_HEADER
 from telegrad.wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
-from telegrad.wire.tensors import DTYPE_CODES, DTYPES, TABLE_TYPES, DeviceMap, NotInTable, Packed, in_table, no_device_map
+from telegrad.wire.tensors import (
+    DTYPE_CODES,
+    DTYPES,
+    TABLE_TYPES,
+    DeviceMap,
+    NotInTable,
+    Packed,
+    in_table,
+    no_device_map,
+)
 from telegrad.wire.tensors import pack as pack_tensors
 from telegrad.wire.tensors import unpack as unpack_tensors
 
@@ -129,7 +139,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], Any]] = {
     torch.dtype: lambda w, v: [_DTYPE, DTYPE_CODES[v]],
     torch.device: lambda w, v: [_DEVICE, str(v)],
     torch.Size: lambda w, v: [_SIZE, *v],
-    bytearray: lambda w, v: [_BYTEARRAY, bytes(v)],
+    bytearray: lambda w, v: w.mutable(_BYTEARRAY, v, (bytes(v),)),
     slice: lambda w, v: w.items(_SLICE, (v.start, v.stop, v.step)),
     type(...): lambda w, v: [_ELLIPSIS],
     range: lambda w, v: [_RANGE, v.start, v.stop, v.step],
@@ -162,6 +172,10 @@ def _read_dict(reader: _Reader, node: list[Any]) -> dict[Any, Any]:
     return dict(zip(parts, parts, strict=True))
 
 
+def _read_bytearray(_: _Reader, node: list[Any]) -> bytearray:
+    return bytearray(memoryview(node[1]))  # of a number, bytearray would make that many zeros
+
+
 _READERS: dict[int, Callable[[_Reader, list[Any]], Any]] = {
     _LIST: _Reader.items,
     _TUPLE: lambda r, n: tuple(r.items(n)),
@@ -174,7 +188,7 @@ _READERS: dict[int, Callable[[_Reader, list[Any]], Any]] = {
     _DTYPE: lambda r, n: DTYPES[n[1]],
     _DEVICE: lambda r, n: torch.device(n[1]),
     _SIZE: lambda r, n: torch.Size(n[1:]),
-    _BYTEARRAY: lambda r, n: bytearray(n[1]),
+    _BYTEARRAY: _read_bytearray,
     _SLICE: lambda r, n: slice(*r.items(n)),
     _ELLIPSIS: lambda r, n: ...,
     _RANGE: lambda r, n: range(*n[1:]),
@@ -195,7 +209,10 @@ def _reduce(writer: _Writer, same_main: bool, value: Any) -> Any:
     if hasattr(type(value), "__telegrad_share__"):
         return _table_rref, (writer.rref(value),)
     if not same_main and isinstance(value, (FunctionType, type)) and value.__module__ in MAIN_MODULES:
-        raise _NeedsCloudpickle
+        raise _NeedsCloudpickle(
+            f"{value.__qualname__!r} is defined in this main program, which the other side does not run, "
+            "and cloudpickle is switched off"
+        )
     return NotImplemented
 
 
@@ -264,7 +281,9 @@ def _dump(value: Any, route: Route) -> tuple[_Writer, bytes, list[pickle.PickleB
 
 
 def _cannot_pickle(value: Any, error: Exception) -> SerializationError:
-    return SerializationError(f"cannot send a value of type {type(value).__qualname__}: {error or type(error).__name__}")
+    return SerializationError(
+        f"cannot send a value of type {type(value).__qualname__}: {str(error) or type(error).__name__}"
+    )
 
 
 # --- both together --------------------------------------------------------------------------------------------------
@@ -281,7 +300,8 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_lim
     try:
         writer = _Writer()
         tree = writer.write(value)
-        encode_tree(tree)
+        if len(encode_tree(tree)) > MAX_HEADER // 2:
+            raise _NotPlain  # the header has no room for it; a pickle goes beside the header
         if writer.tensors:
             metas, extra = _pack_tensors(writer.tensors, packed, route, lane_limit)
         else:
@@ -319,11 +339,20 @@ def _add_out_of_band(packed: Packed, buffer: pickle.PickleBuffer, lane_limit: in
     return packed.add(memory, memory, lane_limit if len(memory) else None)
 
 
-def unpack(body: Body, buffers: Sequence[Any], rrefs: Sequence[Any], tensors: Sequence[Tensor], allow_pickle: bool) -> Any:
+def unpack(
+    body: Body, buffers: Sequence[Any], rrefs: Sequence[Any], tensors: Sequence[Tensor], allow_pickle: bool
+) -> Any:
     """The value of a body whose buffers have all arrived and whose tensors and references are rebuilt."""
     if body.pickle < 0:
         tree = body.tree
-        return _Reader(tensors, rrefs).read(tree) if type(tree) is list else tree
+        if type(tree) is not list:
+            return tree
+        try:
+            return _Reader(tensors, rrefs).read(tree)
+        except SerializationError:
+            raise
+        except Exception as error:
+            raise SerializationError(f"a body holds a malformed node: {type(error).__name__}: {error}") from error
     if not allow_pickle:
         raise SerializationError("the peer sent a pickle, and this worker takes none (allow_pickle=False)")
     outer = _tables.__dict__.copy()
@@ -343,7 +372,7 @@ def unpack(body: Body, buffers: Sequence[Any], rrefs: Sequence[Any], tensors: Se
 def tensors_of(body: Body, buffers: Sequence[Any]) -> list[Tensor]:
     try:
         return unpack_tensors(body.tensors, buffers) if body.tensors else []
-    except (IndexError, ValueError, RuntimeError, TypeError, OverflowError) as error:
-        if isinstance(error, SerializationError):
-            raise
+    except SerializationError:
+        raise
+    except Exception as error:  # torch raises whatever it likes, an AssertionError for a device that is not there
         raise SerializationError(f"cannot rebuild a tensor here: {error}") from error
