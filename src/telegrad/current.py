@@ -1,7 +1,7 @@
 """Which worker the running code belongs to.
 
-A process has one worker, made by ``init_rpc``, and any of its threads may use it.  Tests run many workers in one process:
-there, each thread says whose it is.
+A process has one worker, made by ``init_rpc``, and any of its threads may use it.  Tests run many workers in one
+process: there, each thread says whose it is.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
-from telegrad.agent.failures import failure_of, raise_failure
+from telegrad.agent.failures import failure_of, rebuild
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
 from telegrad.agent.notes import Inbox, Outbox
@@ -240,13 +240,13 @@ class Agent:
             return self.open(ticket.link, message.call_id, body, outcome.buffers)[0]
         assert isinstance(message, Failure)
         details = self.open(ticket.link, message.call_id, message.body, outcome.buffers, quiet=True)[0]
-        raise_failure(message, details, self.options.allow_pickle)
+        raise rebuild(message, details, self.options.allow_pickle)
 
     def _timed_out(self, waiting: Waiting[Ticket]) -> RpcTimeoutError:
         peer = self.peer(waiting.to)
         seconds = waiting.deadline - waiting.started
         return RpcTimeoutError(
-            f"{waiting.what} on worker {peer.name!r} got no answer within {seconds:g} s. It may still be running there; "
+            f"{waiting.what} on worker {peer.name!r} got no answer within {seconds:g} s. It may still run there; "
             "give the call a longer timeout, or timeout=0 for none."
         )
 

@@ -1,9 +1,9 @@
 """The barrier of a graceful shutdown: nobody leaves while another still has work.
 
-The leader is the worker with the lowest id that is alive.  Each worker that has nothing left to do tells the leader, and
-whether it began anything since the last round; when all have, the leader answers whether to go round again.  A round in
-which nobody began anything is the last: then nothing is under way that could begin something.  If the leader dies, the
-workers turn to the next one; workers that are lost, or have left, are not waited for.
+The leader is the worker with the lowest id that is alive.  Each worker that has nothing left to do tells the leader,
+and whether it began anything since the last round; when all have, the leader answers whether to go round again.  A
+round in which nobody began anything is the last: then nothing is under way that could begin something.  If the leader
+dies, the workers turn to the next one; workers that are lost, or have left, are not waited for.
 """
 
 from __future__ import annotations

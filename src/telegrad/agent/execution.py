@@ -27,14 +27,14 @@ _NO_SCOPE = contextlib.nullcontext()
 class Deferred:
     """A result that is a future to wait for, returned by a function that was not marked itself."""
 
-    future: torch.futures.Future[Any]
+    future: Any
 
 
 def is_async(function: Any) -> bool:
     return getattr(function, ASYNC_MARK, None) is not None
 
 
-def checked_future(function: Any, result: Any) -> torch.futures.Future[Any]:
+def checked_future(function: Any, result: Any) -> Any:
     if not isinstance(result, torch._C.Future):  # the base class: ``then`` returns this and not the subclass
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
@@ -97,7 +97,7 @@ def execute(
 
 
 def _when_done(
-    future: torch.futures.Future[Any],
+    future: Any,
     scope: AbstractContextManager[None] | None,
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from telegrad.errors import RemoteError
 from telegrad.wire.callables import exception_type
@@ -49,10 +49,6 @@ def _is_ours(module: str) -> bool:
 def _clean(text: str) -> str:
     """Text that UTF-8 can carry, of bounded length."""
     return text[:_LONGEST_TEXT].encode("utf-8", "backslashreplace").decode()
-
-
-def raise_failure(failure: Failure, details: Any, allow_any: bool) -> NoReturn:
-    raise rebuild(failure, details, allow_any) from None
 
 
 def rebuild(failure: Failure, details: Any, allow_any: bool) -> Exception:

@@ -29,6 +29,9 @@ class Future(torch.futures.Future[Any]):
             if not arrived.done():
                 arrived.set_result(None)
 
-        self.add_done_callback(lambda _: loop.call_soon_threadsafe(wake))
+        def done(_: torch.futures.Future[Any]) -> None:
+            loop.call_soon_threadsafe(wake)
+
+        self.add_done_callback(done)
         yield from arrived
         return super().wait()

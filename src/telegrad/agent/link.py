@@ -184,7 +184,8 @@ class StreamLink:
 
     def _receive(self) -> Sequence[Work]:
         """Reads what is there, once, or to the end where the stream keeps bytes of its own (TLS)."""
-        reader, work = self._reader, []
+        reader = self._reader
+        work: list[Work] = []
         try:
             while True:
                 count = self._stream.recv_into(reader.space())

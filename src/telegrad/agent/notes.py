@@ -1,8 +1,8 @@
 """Internal messages that take effect exactly once, whatever the network loses, repeats or reorders.
 
 The sender numbers its notes per receiver and repeats each with growing pauses until it is acknowledged; the receiver
-acknowledges every copy and lets the first one through.  ``floor``, the lowest number still unacknowledged, rides along, so
-that the receiver can forget what lies below it.  No thread, socket or clock in here.
+acknowledges every copy and lets the first one through.  ``floor``, the lowest number still unacknowledged, rides
+along, so that the receiver can forget what lies below it.  No thread, socket or clock in here.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ thread has read from it, so the thread can run what it read without a hop to ano
 
 1. Somebody is always waiting: a thread that starts to run something while no other is idle starts a new one first.
 2. At most ``limit`` threads run at once; a thread that waits for another worker does not count.
-3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two threads
-   are slower than one on short functions; when it makes no progress for a millisecond, others join in.
+3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two
+   threads are slower than one on short functions; when it makes no progress for a millisecond, others join in.
 4. If all that run are stuck (say, in a wait that we cannot see) while work is queued, the limit gives way.
-5. Answers given while more work is queued are corked, so that a burst of calls costs a few sends and not one each; they go
-   out when the queue is empty, or after a millisecond in which nothing happened.
+5. Answers given while more work is queued are corked, so that a burst of calls costs a few sends and not one each;
+   they go out when the queue is empty, or after a millisecond in which nothing happened.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Looking for an answer a while before sleeping for it.
 
 To put a core to sleep and wake it again costs 25-65 us on a virtual machine, and the *sender* pays for much of it: more
-than all of a small call.  So a thread that expects an answer within moments looks for it again and again first.  It stops
-where looking has not paid lately, and as soon as a look takes long, for then somebody else wants the core.
+than all of a small call.  So a thread that expects an answer within moments looks for it again and again first.  It
+stops where looking has not paid lately, and as soon as a look takes long, for then somebody else wants the core.
 """
 
 from __future__ import annotations

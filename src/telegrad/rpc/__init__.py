@@ -1,6 +1,7 @@
 """Call functions on other workers.
 
-The names, signatures and behaviour are those of ``torch.distributed.rpc``; a program moves over by changing its imports.
+The names, signatures and behaviour are those of ``torch.distributed.rpc``; a program moves over by changing its
+imports.
 
 * :func:`init_rpc`, :func:`shutdown`: join a job and leave it (``options``, ``stores``, ``rendezvous``, ``network``)
 * :func:`rpc_sync`, :func:`rpc_async`, :func:`remote`: run a callable on a worker

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from telegrad.agent.agent import AgentOptions
 from telegrad.agent.futures import Future
@@ -38,7 +38,7 @@ _generation = itertools.count()
 
 
 class BackendType(enum.Enum):
-    """What ``backend`` of ``init_rpc`` may be.  There is one backend, telegrad's own, under the name that programs use."""
+    """What ``backend`` of ``init_rpc`` may be: there is one, telegrad's own, under the name that programs use."""
 
     TENSORPIPE = "TENSORPIPE"
 
@@ -76,7 +76,7 @@ def _check_numbers(rank: int, world_size: int | None) -> None:
 def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Worker:
     """Meets the others, and puts the worker together."""
     store = open_store(options.init_method, rank, world_size, options.init_timeout)
-    corner = dist.PrefixStore(f"telegrad/{next(_generation)}", store)
+    corner = PrefixStore(f"telegrad/{next(_generation)}", store)
     meeting = Meeting(corner, rank, name, world_size, options.init_timeout)
     meeting.claim()
     key = meeting.key(options.secret_bytes())

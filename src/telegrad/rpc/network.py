@@ -137,7 +137,7 @@ def _listen_host(options: RpcBackendOptions, has_secret: bool, near: str) -> str
 
 
 def _address_towards(near: str) -> str:
-    """This host's address on the way to ``near``; connecting a datagram socket asks the routing table, and sends nothing."""
+    """This host's address on the way to ``near``; connecting a datagram socket sends nothing, but asks the routes."""
     if not near or is_loopback(near):
         return "127.0.0.1"
     try:

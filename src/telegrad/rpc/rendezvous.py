@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import msgspec
-import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
@@ -33,7 +33,7 @@ _records = msgspec.msgpack.Decoder(WorkerRecord)
 class Meeting:
     """The store of one job, as one worker sees it."""
 
-    store: dist.Store
+    store: Store
     rank: int
     name: str
     world_size: int | None
@@ -112,7 +112,8 @@ class Meeting:
 
     def _once(self, key: str, value: str) -> str:
         """Sets a key that nobody has set yet; returns what it is now."""
-        return self.store.compare_set(key, "", value).decode()
+        now: str = self.store.compare_set(key, "", value).decode()
+        return now
 
     def _nobody_came(self, records: list[WorkerRecord]) -> RendezvousError:
         assert self.world_size is not None

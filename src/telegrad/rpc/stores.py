@@ -7,11 +7,12 @@ from datetime import timedelta
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from telegrad.errors import RendezvousError, UsageError
 
 
-def open_store(url: str, rank: int, world_size: int | None, timeout: float) -> dist.Store:
+def open_store(url: str, rank: int, world_size: int | None, timeout: float) -> Store:
     """The store of an init method; rank 0 serves it where no file or launcher does."""
     parts = urlsplit(url)
     if parts.scheme == "env":
@@ -32,7 +33,7 @@ def open_store(url: str, rank: int, world_size: int | None, timeout: float) -> d
     if parts.scheme == "file":
         if not parts.path:
             raise UsageError(f"init_method {url!r} needs a path: file:///path")
-        store = dist.FileStore(parts.path, world_size or -1)
+        store = FileStore(parts.path, world_size or -1)
         store.set_timeout(timedelta(seconds=timeout))
         return store
     raise UsageError(f"init_method {url!r} is none of env://, tcp://host:port and file:///path")
@@ -50,11 +51,11 @@ def identity_in(url: str, rank: int, world_size: int | None) -> tuple[int, int |
     return rank, world_size
 
 
-def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout: float) -> dist.Store:
+def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout: float) -> Store:
     from_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not from_launcher
     try:
-        return dist.TCPStore(
+        return TCPStore(
             host,
             port,
             world_size,

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.agent import Agent
@@ -142,10 +143,10 @@ class References:
         while self._dropped:
             rref_id, fork_id = self._dropped.popleft()
             if fork_id is None:
-                self._obey(lambda rref_id=rref_id: self.ledger.release(rref_id))
+                self._obey(partial(self.ledger.release, rref_id))
             else:
                 self.broken.pop(fork_id, None)
-                self._obey(lambda fork_id=fork_id: self.ledger.drop(fork_id))
+                self._obey(partial(self.ledger.drop, fork_id))
 
     # --- values -------------------------------------------------------------------------------------------------
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from telegrad.current import current_worker
 from telegrad.agent.execution import Deferred, checked_future, is_async
+from telegrad.current import current_worker
 from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
@@ -97,15 +97,15 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """A proxy: ``rref.rpc_sync().size(0)`` runs ``size(0)`` of the value on its owner and waits for the result."""
-        return _Proxy(self, lambda *call: self._references.worker.rpc_sync(self._owner, *call, timeout))
+        return _Proxy(self, self._references.worker.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """As ``rpc_sync``; the method returns a future."""
-        return _Proxy(self, lambda *call: self._references.worker.rpc_async(self._owner, *call, timeout))
+        return _Proxy(self, self._references.worker.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """As ``rpc_sync``; the method returns an RRef to its result, which stays on the owner."""
-        return _Proxy(self, lambda *call: self._references.worker.remote(self._owner, *call, timeout))
+        return _Proxy(self, self._references.worker.remote, timeout)
 
     def __telegrad_share__(self, to: int) -> RRefFork:
         if self._fork_id is not None:
@@ -130,12 +130,16 @@ class RRef(Generic[T]):
 class _Proxy:
     """Turns attribute access into calls of the value's methods."""
 
-    def __init__(self, rref: RRef[Any], call: Callable[..., Any]) -> None:
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:
         self._rref = rref
         self._call = call
+        self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._call(call_method, (self._rref, name, args, kwargs), None)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._call(self._rref._owner, call_method, (self._rref, name, args, kwargs), None, self._timeout)
+
+        return method
 
 
 @export

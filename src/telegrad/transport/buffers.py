@@ -79,7 +79,7 @@ class BufferPool:
                 self._idle_bytes += size
 
     def trim(self) -> None:
-        """Gives half of the idle memory back to the system; called now and then, so that what nobody uses fades away."""
+        """Gives half of the idle memory back to the system; called now and then, so that what is unused fades away."""
         with self._lock:
             self._collect()
             for size_class, idle in list(self._idle.items()):

@@ -88,7 +88,7 @@ def _look_up(module: Any, path: str) -> Any:
 
 
 def resolve(name: str, allow_any: bool) -> Any:
-    """The callable of that name here.  Without ``allow_any`` only exported functions and torch's operators are found."""
+    """The callable of that name here.  Without ``allow_any`` only exported functions and plain operators are found."""
     function = _exported.get(name)
     if function is not None:
         return function

@@ -17,9 +17,10 @@ encode = _encoder.encode
 
 def decode(header: bytes | bytearray | memoryview) -> Message:
     try:
-        return _decoder.decode(header)
+        message: Message = _decoder.decode(header)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
         raise ProtocolError(f"a header of {len(header):,} bytes is not a message: {error}") from error
+    return message
 
 
 def stream_sizes(message: Message) -> list[int]:
@@ -29,7 +30,7 @@ def stream_sizes(message: Message) -> list[int]:
 
 
 def complete(body: Body, streamed: list[Any], fetched: list[Any]) -> list[Any]:
-    """All buffers of a body in order: those in the header, those that followed it, those read from the peer's memory."""
+    """All buffers of a body in order: those in the header, those after it, those read from the peer's memory."""
     if not streamed and not fetched:
         return list(body.buffers)
     following, reading = iter(streamed), iter(fetched)

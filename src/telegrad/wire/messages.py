@@ -43,7 +43,7 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 # --- the body: a value and what it is made of -------------------------------------------------------------------
 
 
-class TensorMeta(_Record):
+class TensorMeta(_Record, frozen=True):
     """How to rebuild one tensor.  ``parts`` are its components where one buffer is not enough (sparse, quantised)."""
 
     dtype: int
@@ -53,19 +53,19 @@ class TensorMeta(_Record):
     offset: Size = 0  # in elements
     flags: int = 0
     layout: int = 0
-    parts: tuple["TensorMeta", ...] = ()
+    parts: tuple[TensorMeta, ...] = ()
     scalars: tuple[float, ...] = ()
     device: str | None = None  # where the receiver should put it; None: the CPU
 
 
-class InPeer(_Record):
+class InPeer(_Record, frozen=True):
     """A buffer that stays in the sender's memory until the receiver copies it from there (the same-host lane)."""
 
     address: Size
     size: Size
 
 
-class RRefFork(_Record):
+class RRefFork(_Record, frozen=True):
     """A reference on its way from ``parent`` to the receiver of the message."""
 
     rref_id: GlobalId
@@ -79,7 +79,7 @@ class RRefFork(_Record):
 Buffer = Union[bytearray, Size, InPeer]
 
 
-class Body(_Record):
+class Body(_Record, frozen=True):
     """A Python value on the wire: a plain ``tree``, or a pickle in ``buffers[pickle]``, over tables of big things."""
 
     tree: Any = None
@@ -97,7 +97,7 @@ EMPTY_BODY = Body()
 # --- calls ----------------------------------------------------------------------------------------------------
 
 
-class Call(_Record, tag=1):
+class Call(_Record, frozen=True, tag=1):
     """Run a callable.  ``function`` is its name; empty when the callable itself is in the body."""
 
     call_id: int
@@ -105,7 +105,7 @@ class Call(_Record, tag=1):
     body: Body = EMPTY_BODY
 
 
-class RemoteCall(_Record, tag=2):
+class RemoteCall(_Record, frozen=True, tag=2):
     """Run a callable and keep its result under ``rref_id``.  Answered when the owner has noted the reference."""
 
     call_id: int
@@ -115,19 +115,19 @@ class RemoteCall(_Record, tag=2):
     body: Body = EMPTY_BODY
 
 
-class Fetch(_Record, tag=3):
+class Fetch(_Record, frozen=True, tag=3):
     """Send the value of a reference, once there is one."""
 
     call_id: int
     rref_id: GlobalId
 
 
-class Reply(_Record, tag=4):
+class Reply(_Record, frozen=True, tag=4):
     call_id: int
     body: Body = EMPTY_BODY
 
 
-class Failure(_Record, tag=5):
+class Failure(_Record, frozen=True, tag=5):
     """The callee raised.  ``body`` holds the exception where it could be pickled."""
 
     call_id: int
@@ -138,7 +138,7 @@ class Failure(_Record, tag=5):
     body: Body = EMPTY_BODY
 
 
-class Taken(_Record, tag=6):
+class Taken(_Record, frozen=True, tag=6):
     """The receiver has copied the buffers of that message out of the sender's memory."""
 
     token: int
@@ -147,23 +147,23 @@ class Taken(_Record, tag=6):
 # --- the connection -------------------------------------------------------------------------------------------
 
 
-class Ping(_Record, tag=7):
+class Ping(_Record, frozen=True, tag=7):
     pass
 
 
-class Pong(_Record, tag=8):
+class Pong(_Record, frozen=True, tag=8):
     pass
 
 
-class Goodbye(_Record, tag=9):
+class Goodbye(_Record, frozen=True, tag=9):
     """The sender shuts down on purpose; what follows is not a loss."""
 
 
-class LaneOpen(_Record, tag=11):
+class LaneOpen(_Record, frozen=True, tag=11):
     """The sender can read the receiver's memory, which may leave big buffers there for it."""
 
 
-class Barrier(_Record, tag=10):
+class Barrier(_Record, frozen=True, tag=10):
     """Answered with whether to go round again, when every worker that is alive has sent one for this round."""
 
     call_id: int
@@ -174,42 +174,42 @@ class Barrier(_Record, tag=10):
 # --- notes: internal messages that take effect exactly once ---------------------------------------------------
 
 
-class ForkRequest(_Record, tag=20):
+class ForkRequest(_Record, frozen=True, tag=20):
     """A user tells the owner that it now holds a fork."""
 
     rref_id: GlobalId
     fork_id: GlobalId
 
 
-class ForkAccepted(_Record, tag=21):
+class ForkAccepted(_Record, frozen=True, tag=21):
     """The owner counts that fork."""
 
     fork_id: GlobalId
 
 
-class ForkRefused(_Record, tag=22):
+class ForkRefused(_Record, frozen=True, tag=22):
     """The owner has no such value any more (only after a worker was lost)."""
 
     fork_id: GlobalId
 
 
-class ChildConfirmed(_Record, tag=23):
+class ChildConfirmed(_Record, frozen=True, tag=23):
     """A child tells its parent that the owner knows of it, so that the parent may go."""
 
     fork_id: GlobalId
 
 
-class UserDelete(_Record, tag=24):
+class UserDelete(_Record, frozen=True, tag=24):
     """A user's fork is gone."""
 
     rref_id: GlobalId
     fork_id: GlobalId
 
 
-NotePayload = Union[ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete]
+NotePayload = ForkRequest | ForkAccepted | ForkRefused | ChildConfirmed | UserDelete
 
 
-class Note(_Record, tag=30):
+class Note(_Record, frozen=True, tag=30):
     """``seq`` counts the notes from this sender to this receiver; all below ``floor`` are acknowledged."""
 
     seq: int
@@ -217,10 +217,10 @@ class Note(_Record, tag=30):
     payload: NotePayload
 
 
-class NoteAck(_Record, tag=31):
+class NoteAck(_Record, frozen=True, tag=31):
     seq: int
 
 
-Message = Union[
-    Call, RemoteCall, Fetch, Reply, Failure, Taken, Ping, Pong, Goodbye, LaneOpen, Barrier, Note, NoteAck,
-]  # fmt: skip
+Message = (
+    Call | RemoteCall | Fetch | Reply | Failure | Taken | Ping | Pong | Goodbye | LaneOpen | Barrier | Note | NoteAck
+)

@@ -1,8 +1,8 @@
 """Python values to bodies and back.
 
 Plain data (None, numbers, text, bytes, containers of them, tensors, references) becomes a tree that the header codec
-writes; reading it back cannot execute anything.  Whatever else is in a value sends the whole value through pickle, which
-only an authenticated peer's bytes ever reach, and which ``allow_pickle=False`` switches off.
+writes; reading it back cannot execute anything.  Whatever else is in a value sends the whole value through pickle,
+which only an authenticated peer's bytes ever reach, and which ``allow_pickle=False`` switches off.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class _Pickler(pickle.Pickler):
 
 @functools.cache
 def _cloud_pickler() -> Any:
-    """The class, made once: each class is a cycle of references, and would keep what it sends alive until the next GC."""
+    """The class, made once: a class is a cycle of references, and would keep what it sends alive until the next GC."""
     import cloudpickle  # only programs that send lambdas pay for it
 
     class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -296,6 +296,7 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_lim
     our memory, for the peer to read from there.
     """
     packed = Packed()
+    pickle_buffers: tuple[int, ...] = ()
     extra: Any = None
     try:
         writer = _Writer()
@@ -306,7 +307,7 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_lim
             metas, extra = _pack_tensors(writer.tensors, packed, route, lane_limit)
         else:
             metas = ()
-        pickle_index, pickle_buffers = -1, ()
+        pickle_index = -1
     except (_NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
             raise
