@@ -6,6 +6,7 @@ Stacks on a crash or a hang need nothing here: pytest starts faulthandler, and p
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -23,3 +24,11 @@ def _one_torch_thread() -> None:
     """
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_process_left() -> Iterator[None]:
+    """Ends the process that forks worker processes, if a test has started it."""
+    yield
+    if (puppets := sys.modules.get("puppets")) is not None:
+        puppets.close_nursery()

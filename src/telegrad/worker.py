@@ -153,7 +153,7 @@ class Worker:
     ) -> Waiting[Ticket]:
         self._check_open()
         peer = self._peer(to)
-        name, value = _call_value(func, args, kwargs)
+        name, value = _call_value(peer, func, args, kwargs)
         return self.agent.start_call(
             peer,
             name or repr(func),
@@ -175,7 +175,7 @@ class Worker:
         peer = self._peer(to)
         if peer.id == self.id:
             return self._remote_to_self(func, args, kwargs, timeout)
-        name, value = _call_value(func, args, kwargs)
+        name, value = _call_value(peer, func, args, kwargs)
         self.agent.link_to(peer)  # a peer that is gone is an error here, not at to_here
         rref_id, fork_id = self.references.create_remote(peer.id)
         rref = handle(self.references, rref_id, fork_id, peer.id)
@@ -204,20 +204,30 @@ class Worker:
             self.references.created(fork_id)
 
     def _remote_to_self(self, func: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
+        """The value stays here, uncopied, as on any other owner; only the arguments go through the codec."""
+        peer = self._peer(self.id)
+        name, value = _call_value(peer, func, args, kwargs)
         owned = Owned()
         rref: RRef[Any] = RRef.__new__(RRef)
         rref._become_owner(self.references, owned)
-        future = self.rpc_async(self.id, func, args, kwargs, timeout)
+        rref_id = rref._rref_id
+        future = Future()
 
         def done(future: torch.futures.Future[Any]) -> None:
             try:
-                value = future.wait()
-            except Exception as error:
+                future.wait()
+            except TelegradError as error:  # it timed out, or this worker shuts down; else the value is set by now
                 owned.set(None, error)
-            else:
-                owned.set(value)
 
         future.add_done_callback(done)
+        self.agent.start_call(
+            peer,
+            name or repr(func),
+            self.seconds(timeout),
+            lambda call_id, body: RemoteCall(call_id, name, rref_id, rref_id, body),
+            value,
+            future,
+        )
         return rref
 
     def fetch(self, owner: int, rref_id: GlobalId, timeout: float, what: str) -> Any:
@@ -290,10 +300,10 @@ class Worker:
         return f"<Worker {self.name!r} ({self.id}) of {len(self.agent.peers)}{f', lost: {lost}' if lost else ''}>"
 
 
-def _call_value(func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:
+def _call_value(peer: Peer, func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:
     """The name of a callable and what to send with it: the arguments, last the keyword arguments or None.
 
-    Without a name the callable itself comes first.
+    Without a name that the peer knows, the callable itself comes first.
     """
     args = () if args is None else args
     if not isinstance(args, (tuple, list)):
@@ -301,6 +311,10 @@ def _call_value(func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise UsageError(f"kwargs must be a dict of the call's keyword arguments, not {type(kwargs).__qualname__}")
     name = name_of(func)
+    if name is not None and not peer.route.same_main and name.startswith("__main__:") and func is not name:
+        name = (
+            None if peer.route.allow_pickle else name
+        )  # another program runs there: its ``__main__`` has no such name
     if name is None:
         if not callable(func):
             raise UsageError(f"{func!r} is not callable")

@@ -191,11 +191,11 @@ class Agent:
         if waiting.deadline < self._clock.next_tick:
             self._clock.wake_at(waiting.deadline)
         if future is not None:
-            future._help = lambda: self._help(waiting)
+            future._help = lambda wait: self._help_future(waiting, wait)
         if parcel.stays:
-            link.held[waiting.call_id] = parcel.keep
+            link.held[waiting.call_id] = parcel
         link.send(message(waiting.call_id, parcel.body), parcel.stream)
-        if peer.link is not link:  # it went between our look and our send
+        if peer.link is not link or self.closing:  # it went between our look and our send
             self._fail_calls(peer, link)
         return waiting
 
@@ -218,6 +218,14 @@ class Agent:
                 ticket.link.help_read(ticket.settled, waiting.deadline)
         else:
             ticket.link.help_read(ticket.settled, waiting.deadline)
+
+    def _help_future(self, waiting: Waiting[Ticket], wait: Callable[[], Any]) -> Any:
+        """As ``_help``; then waits for the future, in a way that the pool can see."""
+        self._help(waiting)
+        if self.pool.runs_here():
+            with self.pool.blocked():
+                return wait()
+        return wait()
 
     def _block(self, ticket: Ticket, deadline: float) -> None:
         timeout = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
@@ -358,7 +366,7 @@ class Agent:
             self.answer_failure(link, call_id, error)
             return
         if parcel.stays:
-            link.held[call_id] = parcel.keep
+            link.held[call_id] = parcel
         link.send(Reply(call_id, parcel.body), parcel.stream, more=True)
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
@@ -435,7 +443,9 @@ class Agent:
         """Ends the calls that this peer will never answer: all, or those on one link."""
         for waiting in self.calls.lost(peer.id, lambda ticket: link is None or ticket.link is link):
             work = self._settle(waiting.ticket, self._gone(peer, f"answered {waiting.what}"))
-            if work is not None:
+            if work is not None and self.closing:
+                self._complete(waiting.ticket, None)  # the pool runs nothing any more
+            elif work is not None:
                 self.pool.submit(work)
 
     def _tick(self, now: float) -> float:
@@ -486,6 +496,9 @@ class Agent:
             self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
             self._fail_calls(peer)
         self.pool.close(timeout)
+        for act, ticket, _ in self.pool.drain():
+            if act == self._complete:  # its answer came in the last moment, and somebody may wait for the future
+                self._complete(ticket, None)
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r}: {self.calls!r}, {self.pool!r}, {self.peers!r}>"

@@ -49,8 +49,14 @@ class BarrierLeader:
         """Answers the rounds in which all are present."""
         alive = {peer.id for peer in self._agent.peers if peer.state is PeerState.KNOWN}
         with self._lock:
-            complete = [number for number, current in self._rounds.items() if alive <= current.present.keys()]
-            finished = [self._rounds.pop(number) for number in complete]
+            finished, later = [], set[int]()
+            for number in sorted(self._rounds, reverse=True):
+                current = self._rounds[number]
+                # Who is in a later round heard "again" of this one, from a leader that died before all had heard it.
+                current.active |= bool(later)
+                if alive <= current.present.keys() | later:
+                    finished.append(self._rounds.pop(number))
+                later |= current.present.keys()
         for current in finished:
             for answer in current.present.values():
                 answer(current.active)

@@ -42,6 +42,17 @@ def _user_frames(error: BaseException) -> Any:
     return trace
 
 
+def let_go_of_frames(error: BaseException) -> None:
+    """For an exception that is kept: it still says where it happened, but holds none of the values there."""
+    error.__traceback__ = _user_frames(error)
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__ or each.__context__
+
+
 def _is_ours(module: str) -> bool:
     return module.startswith(("telegrad.agent", "telegrad.rref", "telegrad.wire"))
 
@@ -74,3 +85,15 @@ def _rebuild_as(kind: type[BaseException], details: Any, text: str) -> Exception
         error.add_note(text)
     assert isinstance(error, Exception)
     return error
+
+
+def copy_of(error: Exception) -> Exception:
+    """The same exception without its traceback; the very same where it cannot be copied."""
+    try:
+        copy = type(error).__new__(type(error), *error.args)
+        copy.args = error.args
+        copy.__dict__.update(error.__dict__)
+    except Exception:
+        return error
+    copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copy

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
 
+from telegrad.agent.failures import copy_of
+
 
 class Future(torch.futures.Future[Any]):
     """What ``rpc_async`` returns."""
 
-    _help: Callable[[], None] | None = None
+    _help: Callable[[Callable[[], Any]], Any] | None = None
 
     def wait(self) -> Any:
         """Blocks until the answer is here; reads it from the connection itself where no other thread does."""
         help_read = self._help
         if help_read is not None and not self.done():
-            help_read()
+            return help_read(super().wait)
         return super().wait()
+
+    def set_exception(self, result: Any) -> None:
+        """Each wait raises a copy: the traceback of the exception itself would hold the frames that wait, these the
+        future, and the future the exception, in a circle through C++ that the garbage collector cannot see."""
+        result.__traceback__ = None
+        self._set_unwrap_func(_raise_copy)
+        self.set_result(result)
 
     def __await__(self) -> Generator[Any, None, Any]:
         loop = asyncio.get_running_loop()
@@ -30,8 +40,13 @@ class Future(torch.futures.Future[Any]):
                 arrived.set_result(None)
 
         def done(_: torch.futures.Future[Any]) -> None:
-            loop.call_soon_threadsafe(wake)
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(wake)
 
         self.add_done_callback(done)
         yield from arrived
         return super().wait()
+
+
+def _raise_copy(error: Exception) -> None:
+    raise copy_of(error)

@@ -18,9 +18,11 @@ from telegrad.agent.pool import Pool, Work
 from telegrad.agent.spin import Spin
 from telegrad.errors import ProtocolError
 from telegrad.transport.base import Stream
+from telegrad.transport.lane import SPLIT_FROM
 from telegrad.wire import codec
 from telegrad.wire.frames import Frame, FrameReader, prefix
 from telegrad.wire.messages import Message
+from telegrad.wire.values import Parcel
 
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256
@@ -33,7 +35,7 @@ class Link(Protocol):
     dialled: bool  # by this side
     last_heard: float
     lane_open: bool  # the peer can read our memory
-    held: dict[int, Sequence[object]]  # memory that the peer has yet to read, by token
+    held: dict[int, Parcel]  # whose memory the peer has yet to read, by token
 
     def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
         """Sends a message; with ``more``, perhaps together with those that will follow in a moment."""
@@ -77,7 +79,7 @@ class StreamLink:
         self.dialled = dialled
         self.last_heard = time.monotonic()
         self.lane_open = False
-        self.held: dict[int, Sequence[object]] = {}
+        self.held: dict[int, Parcel] = {}
         self._stream = stream
         self._fd = stream.fileno()
         self._pool = pool
@@ -156,7 +158,7 @@ class StreamLink:
             return ()
         try:
             self._pool.disarm(self._fd, self)
-            return self._receive() if self._spin.look(self._glance) else ()
+            return self._receive() if self._look() else ()
         finally:
             self._reading.release()
             self._pool.arm(self._fd, self)
@@ -170,7 +172,7 @@ class StreamLink:
                 wait = deadline - time.monotonic()
                 if wait <= 0:
                     break
-                if self._spin.look(self._glance) or self._poll.poll(min(wait, 3600.0) * 1000 + 1):
+                if self._look() or self._poll.poll(min(wait, 3600.0) * 1000 + 1):
                     work = self._receive()
                     if work:
                         self._pool.submit_all(work)
@@ -178,6 +180,12 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
         return True
+
+    def _look(self) -> list[tuple[int, int]]:
+        """What can be read within moments; but the peer needs all cores while it copies much of our memory."""
+        if any(parcel.stays >= SPLIT_FROM for parcel in list(self.held.values())):
+            return []
+        return self._spin.look(self._glance)
 
     def _glance(self) -> list[tuple[int, int]]:
         return self._poll.poll(0)

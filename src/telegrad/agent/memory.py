@@ -13,6 +13,7 @@ from telegrad.agent.pool import Pool
 from telegrad.wire import codec
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Message
+from telegrad.wire.values import Parcel
 
 
 class Carrier(Protocol):
@@ -36,7 +37,7 @@ class MemoryLink:
         self.dialled = dialled
         self.last_heard = math.inf  # nobody is silent in here
         self.lane_open = False
-        self.held: dict[int, Sequence[object]] = {}
+        self.held: dict[int, Parcel] = {}
         self._agent = agent
         self._pool = pool
         self._carrier = carrier

@@ -144,14 +144,24 @@ class Pool:
 
     def close(self, timeout: float) -> None:
         """Lets every thread end; those that run user code longer than the timeout are left behind as daemons."""
-        self._closed = True
+        with self._lock:  # a thread that is being started counts, and can be joined only when it is
+            self._closed = True
+            threads = list(self._threads)
         os.eventfd_write(self._bell, 1 << 20)
-        for thread in list(self._threads):
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(timeout)
         if not self._threads:
             self._epoll.close()
             os.close(self._bell)
+
+    def drain(self) -> list[Work]:
+        """Takes away what nobody has begun."""
+        work: list[Work] = []
+        with contextlib.suppress(IndexError):
+            while True:
+                work.append(self._queue.popleft())
+        return work
 
     def __repr__(self) -> str:
         return (

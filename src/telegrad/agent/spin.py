@@ -14,10 +14,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BUDGET = 150e-6  # seconds
+_BUDGET = 500e-6  # seconds: longer than a small call takes when the other side sleeps, so that both find back
 _CROWDED = 50e-6  # a look that takes longer means that another process had work for this core
 _TRIALS = 8  # vain searches in a row after which the next waits skip theirs
-_SKIP, _SKIP_MOST = 64, 2048
+_SKIP, _SKIP_MOST = 32, 256
 
 _clock = time.perf_counter
 _single_core = (os.cpu_count() or 1) < 2

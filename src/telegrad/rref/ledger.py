@@ -442,6 +442,15 @@ class Ledger:
         fork = self._forks.get(fork_id)
         return fork is not None and fork.state in (_S.CONFIRMED, _S.CLOSING)
 
+    def is_held(self, fork_id: GlobalId) -> bool:
+        """Whether there is a handle of this fork here."""
+        fork = self._forks.get(fork_id)
+        return fork is not None and fork.state not in (_S.LEAVING, _S.CLOSING)
+
+    def expects(self, rref_id: GlobalId) -> bool:
+        """On the owner, asked for a value by the holder of a fork: whether it is here, or a RemoteCall will bring it."""
+        return self._known_or_expected(rref_id) is not None
+
     @property
     def owner_ids(self) -> frozenset[GlobalId]:
         """The values that live here, or are expected."""

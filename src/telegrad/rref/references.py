@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.execution import execute
+from telegrad.agent.failures import let_go_of_frames
 from telegrad.agent.link import Link
 from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, WorkerId
@@ -112,7 +113,10 @@ class References:
 
     def not_created(self, fork_id: GlobalId, error: TelegradError) -> None:
         """The call that should have made the value failed on its way."""
-        self.broken[fork_id] = error
+        with self._lock:
+            if self.ledger.is_held(fork_id):
+                # A copy: the error's traceback holds frames, these the handle, and that would never be dropped.
+                self.broken[fork_id] = type(error)(*error.args)
         if isinstance(error, RpcTimeoutError):
             self._obey(lambda: self.ledger.creation_timed_out(fork_id))
         else:
@@ -121,6 +125,9 @@ class References:
     def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int) -> RRefFork:
         with self._lock:
             return self.ledger.share(rref_id, fork_id, WorkerId(to))
+
+    def unshare(self, fork: RRefFork) -> None:
+        self._obey(partial(self.ledger.unshare, fork))
 
     def _receive(self, fork: RRefFork) -> Any:
         with self._lock:
@@ -145,8 +152,8 @@ class References:
             if fork_id is None:
                 self._obey(partial(self.ledger.release, rref_id))
             else:
-                self.broken.pop(fork_id, None)
                 self._obey(partial(self.ledger.drop, fork_id))
+                self.broken.pop(fork_id, None)
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -154,7 +161,7 @@ class References:
         with self._lock:
             value = self._owned.get(rref_id)
             if value is None:
-                if rref_id.created_on == self.agent.me.worker_id or rref_id.created_on in self._lost:
+                if rref_id.created_on in self._lost or not self.ledger.expects(rref_id):
                     raise WorkerLostError(f"the value of reference {rref_id} is gone: its users were lost")
                 # Its RemoteCall is still on the way: another worker was told of it sooner.
                 value = self._owned[rref_id] = Owned()
@@ -165,11 +172,16 @@ class References:
         assert isinstance(message, RemoteCall)
         rref_id = GlobalId(*message.rref_id)
         with self._lock:
-            value = self._owned.setdefault(rref_id, Owned())
-            instructions = self.ledger.remote_arrived(rref_id, GlobalId(*message.fork_id), WorkerId(link.peer_id))
+            if link.peer_id == self.agent.me.worker_id:  # our own call: its handle is counted, or gone already
+                value, instructions = self._owned.get(rref_id, Owned()), []
+            else:
+                value = self._owned.setdefault(rref_id, Owned())
+                instructions = self.ledger.remote_arrived(rref_id, GlobalId(*message.fork_id), WorkerId(link.peer_id))
         self._carry_out(instructions)
 
         def finish(result: Any, error: BaseException | None = None) -> None:
+            if error is not None:
+                let_go_of_frames(error)  # these hold the arguments, and us
             value.set(result, error)
             self.agent.answer(link, message.call_id, None)
 
@@ -209,7 +221,9 @@ class References:
                         freed = self._owned.pop(rref_id, None)
                     del freed  # outside the lock: the value may hold references itself
                 case Broken(fork_id):
-                    self.broken.setdefault(fork_id, None)
+                    with self._lock:
+                        if self.ledger.is_held(fork_id):
+                            self.broken.setdefault(fork_id, None)
 
     def _take_note(self, sender: int, payload: Any) -> None:
         self._obey(lambda: self.ledger.on_note(WorkerId(sender), payload))

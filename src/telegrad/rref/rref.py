@@ -112,6 +112,9 @@ class RRef(Generic[T]):
             self._check_broken()
         return self._references.share(self._rref_id, self._fork_id, to)
 
+    def __telegrad_unshare__(self, fork: RRefFork) -> None:
+        self._references.unshare(fork)
+
     def __reduce__(self) -> Any:
         raise UsageError("an RRef can only be sent inside a call, where both sides count it; it cannot be pickled")
 

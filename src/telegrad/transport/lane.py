@@ -17,7 +17,7 @@ from telegrad.errors import WorkerLostError
 from telegrad.transport.buffers import Memory
 
 LANE_LIMIT = 256 << 10  # below this a socket is as fast
-_SPLIT_FROM = 8 << 20  # from here on two cores copy faster than one
+SPLIT_FROM = 8 << 20  # from here on two cores copy faster than one
 _MAX_READ = 1 << 30
 
 
@@ -70,7 +70,7 @@ def can_read(pid: int, address: int, word: bytes) -> bool:
 def read(pid: int, address: int, into: Memory) -> None:
     """Copies ``len(into)`` bytes from another process; big copies are shared between two threads."""
     size = into.size
-    if size < _SPLIT_FROM or (os.cpu_count() or 1) < 2:
+    if size < SPLIT_FROM or (os.cpu_count() or 1) < 2:
         _read(pid, address, into.ctypes.data, size)
         return
     half = size // 2

@@ -25,7 +25,7 @@ The payloads of a Note are the RRef fork protocol (see ``rref.ledger``).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
 import msgspec
 
@@ -76,7 +76,7 @@ class RRefFork(_Record, frozen=True):
 
 
 #: A buffer inside the header, the length of one that follows it, or one that waits in the sender's memory.
-Buffer = Union[bytearray, Size, InPeer]
+Buffer = bytearray | Size | InPeer
 
 
 class Body(_Record, frozen=True):

@@ -42,6 +42,8 @@ class Reference(Protocol):
 
     def __telegrad_share__(self, to: int) -> RRefFork: ...
 
+    def __telegrad_unshare__(self, fork: RRefFork) -> None: ...
+
 
 @dataclass(slots=True)
 class Route:
@@ -63,7 +65,7 @@ class Parcel:
     body: Body = EMPTY_BODY
     stream: Sequence[memoryview] = ()
     keep: Sequence[object] = ()  # must stay alive until the receiver has it
-    stays: bool = False  # some of it stays in our memory, for the receiver to read
+    stays: int = 0  # how many bytes stay in our memory, for the receiver to read
 
 
 EMPTY_PARCEL = Parcel()
@@ -323,9 +325,22 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_lim
         pickle_buffers = tuple(_add_out_of_band(packed, buffer, lane_limit) for buffer in out_of_band)
         metas, extra = _pack_tensors(writer.tensors, packed, route, lane_limit)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
-    rrefs = tuple([reference.__telegrad_share__(route.to) for reference in writer.rrefs]) if writer.rrefs else ()
+    rrefs = _share(writer.rrefs, route.to) if writer.rrefs else ()
     body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, rrefs, extra)  # type: ignore[arg-type]
-    return Parcel(body, packed.stream, packed.keep, len(packed.keep) > len(packed.stream))
+    return Parcel(body, packed.stream, packed.keep, packed.stays)
+
+
+def _share(references: list[Reference], to: int) -> tuple[RRefFork, ...]:
+    """Shares all of them or none."""
+    forks: list[RRefFork] = []
+    try:
+        for reference in references:
+            forks.append(reference.__telegrad_share__(to))
+    except BaseException:
+        for reference, fork in zip(references, forks, strict=False):
+            reference.__telegrad_unshare__(fork)
+        raise
+    return tuple(forks)
 
 
 def _pack_tensors(

@@ -1,0 +1,351 @@
+"""What tests let worker processes do: functions that are called over RPC, and functions that call."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from telegrad import rpc
+from telegrad.current import current_worker
+from telegrad.errors import NotInitializedError, TelegradError
+
+# --- called ---------------------------------------------------------------------------------------------------------
+
+counter = 0
+
+
+def whoami() -> tuple[str, int]:
+    return rpc.get_worker_info().name, os.getpid()
+
+
+def count_up(by: int = 1) -> int:
+    global counter
+    counter += by
+    return counter
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def nothing() -> None:
+    pass
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def filled(size: int, value: int) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def double_array(array: Any) -> Any:
+    assert isinstance(array, np.ndarray)
+    return array * 2
+
+
+def wait_forever(seconds: float = 300.0) -> None:
+    time.sleep(seconds)
+
+
+class Unlucky(Exception):
+    def __init__(self, number: int, *, why: str) -> None:
+        super().__init__(f"{number}: {why}")
+        self.number = number
+
+
+def fail(number: int) -> None:
+    raise Unlucky(number, why="as asked")
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, by: int) -> int:
+        self.value += by
+        return self.value
+
+
+def ask_through(rref: Any) -> int:
+    """On a third worker: uses a reference that it was given."""
+    return int(rref.rpc_sync().add(1))
+
+
+def forward(to: str, function: Any, args: tuple[Any, ...]) -> Any:
+    return rpc.rpc_sync(to, function, args=args)
+
+
+@rpc.functions.async_execution
+def add_via(to: str, a: int, b: int) -> Any:
+    return rpc.rpc_async(to, add, args=(a, b)).then(lambda done: done.wait() + 1)
+
+
+# --- measuring ------------------------------------------------------------------------------------------------------
+
+
+def rss() -> int:
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
+
+
+def resources() -> tuple[int, int, int]:
+    """Memory, threads, file descriptors."""
+    return rss(), threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def descriptors() -> dict[str, str]:
+    found = {}
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found[fd] = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            pass  # the listing's own
+    return found
+
+
+def leftovers() -> dict[str, Any]:
+    """What a worker with nothing to do should have nothing of."""
+    gc.collect()
+    worker = current_worker()
+    worker.references.wait_empty(10)
+    deadline = time.monotonic() + 10
+    while (worker.agent.unacknowledged or len(worker.agent.calls)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    held = sum(len(link.held) for peer in worker.agent.peers for link in peer.links)
+    while held and time.monotonic() < deadline:
+        time.sleep(0.05)
+        held = sum(len(link.held) for peer in worker.agent.peers for link in peer.links)
+    return {
+        "references": worker.references.empty or repr(worker.references),
+        "broken": len(worker.references.broken),
+        "notes": worker.agent.unacknowledged,
+        "calls": len(worker.agent.calls),
+        "held": held,
+    }
+
+
+NO_LEFTOVERS = {"references": True, "broken": 0, "notes": 0, "calls": 0, "held": 0}
+
+
+def links() -> list[str]:
+    """The kinds of streams that this worker's links use."""
+    worker = current_worker()
+    others = [peer for peer in worker.agent.peers if peer.id != worker.id]
+    return [type(link._stream).__name__ for peer in others for link in peer.links]  # type: ignore[attr-defined]
+
+
+def addresses() -> list[Any]:
+    return list(current_worker().agent.me.addresses)
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+def start_worker(name: str, rank: int, world_size: int | None, options: dict[str, Any]) -> None:
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=rpc.RpcBackendOptions(**options))
+
+
+# --- calling --------------------------------------------------------------------------------------------------------
+
+
+def outcome(function: Any, *args: Any, **kwargs: Any) -> tuple[str, str, float]:
+    """Type and text of the error that comes, and after how many seconds; "" when none does."""
+    start = time.monotonic()
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "", "", time.monotonic() - start
+
+
+def call_many(to: str, count: int) -> None:
+    for number in range(count):
+        assert rpc.rpc_sync(to, add, args=(number, 1)) == number + 1
+
+
+def call_all(names: list[str], rounds: int = 1) -> int:
+    """Calls everybody, all at once."""
+    total = 0
+    for _ in range(rounds):
+        pending = [rpc.rpc_async(name, whoami) for name in names]
+        assert [one.wait()[0] for one in pending] == names
+        total += len(names)
+    return total
+
+
+def use_references(owner: str, third: str) -> int:
+    rref = rpc.remote(owner, Counter, args=(10,))
+    assert rref.owner_name() == owner
+    assert rref.rpc_sync().add(5) == 15
+    assert rpc.rpc_sync(third, ask_through, args=(rref,)) == 16
+    value: int = rref.rpc_async().add(0).wait()
+    return value
+
+
+def error_of_call(to: str, function: Any, *args: Any) -> tuple[str, str]:
+    kind, text, _ = outcome(rpc.rpc_sync, to, function, args=args)
+    return kind, text
+
+
+def unlucky(to: str) -> tuple[str, int, str]:
+    try:
+        rpc.rpc_sync(to, fail, args=(7,))
+    except Unlucky as error:
+        return type(error).__name__, error.number, str(error)
+    raise AssertionError("no error came")
+
+
+def send_around(to: str, size: int) -> tuple[bool, int]:
+    """A tensor goes there and back; whether it is the same, and how many big buffers the lane took."""
+    tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    back = rpc.rpc_sync(to, echo, args=(tensor,))
+    open_lanes = sum(link.lane_open for peer in current_worker().agent.peers for link in peer.links)
+    return torch.equal(tensor, back), open_lanes
+
+
+def keep_replies(to: str, size: int, count: int) -> bool:
+    """Whether replies that are held stay what they were while others come and go."""
+    kept = []
+    for value in range(count):
+        kept.append(rpc.rpc_sync(to, filled, args=(size, value)))
+        rpc.rpc_sync(to, filled, args=(size, 255))  # comes, and goes at once: its memory is for the next
+    return all(bool((tensor == value).all()) for value, tensor in enumerate(kept))
+
+
+def send_from_threads(to: str, size: int, threads: int, rounds: int) -> int:
+    """Several threads send big tensors at once; how many came back right."""
+    right = []
+
+    def send(number: int) -> None:
+        for turn in range(rounds):
+            value = (number * rounds + turn) % 251
+            tensor = filled(size, value)
+            back = rpc.rpc_sync(to, add, args=(tensor, 1))
+            right.append(bool((back == value + 1).all()) and bool((tensor == value).all()))
+
+    them = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(threads)]
+    for thread in them:
+        thread.start()
+    for thread in them:
+        thread.join(60)
+    return sum(right)
+
+
+def double_arrays(to: str) -> bool:
+    small, big = np.arange(10.0), np.arange(1 << 20)
+    fine = [np.array_equal(rpc.rpc_sync(to, double_array, args=(array,)), array * 2) for array in (small, big)]
+    mixed = rpc.rpc_sync(to, echo, args=({"array": big, "set": {1, 2}},))
+    return all(fine) and np.array_equal(mixed["array"], big) and mixed["set"] == {1, 2}
+
+
+def close_lanes() -> None:
+    """Publishes a word that nobody finds in this process's memory, as on a host that forbids to look there."""
+    from telegrad.rpc import api
+    from telegrad.transport.lane import Proof
+
+    class Unreadable(Proof):
+        def __init__(self) -> None:
+            super().__init__()
+            self.word = bytes(32)
+
+    api.Proof = Unreadable  # type: ignore[attr-defined]
+
+
+def start_pending(to: str, count: int) -> None:
+    """Leaves calls behind that will not be answered."""
+    global _pending, _settled
+    _settled = []
+    _pending = [rpc.rpc_async(to, wait_forever, timeout=0) for _ in range(count)]
+    for future in _pending:
+        future.add_done_callback(lambda _: _settled.append(time.time()))
+
+
+_pending: list[Any] = []
+_settled: list[float] = []
+
+
+def reap_pending() -> tuple[list[tuple[str, str]], float]:
+    """How those calls ended, and when the last did."""
+    errors = []
+    for future in _pending:
+        try:
+            future.wait()
+            errors.append(("", ""))
+        except TelegradError as error:
+            errors.append((type(error).__name__, str(error)))
+    deadline = time.monotonic() + 5
+    while len(_settled) < len(_pending) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return errors, max(_settled)
+
+
+class EndOfChild(SystemExit):
+    """Ends a forked child as the end of a main program does, with all destructors; the puppet lets it through."""
+
+
+def fork_and_exit(how: str) -> int:
+    """Forks; the child ends, in one way or another.  Its exit code."""
+    reference = rpc.RRef(Counter())
+    if how == "multiprocessing":
+        child = multiprocessing.get_context("fork").Process(target=gc.collect)
+        child.start()
+        child.join(20)
+        assert child.exitcode is not None
+        return child.exitcode
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        if how == "use it":
+            os._exit(_use_after_fork(reference))
+        if how == "exit properly":
+            del reference
+            gc.collect()
+            raise EndOfChild
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _use_after_fork(reference: Any) -> int:
+    """A child is no worker: all that it may get is a clear error."""
+    for action in (
+        lambda: rpc.rpc_sync("worker1", nothing),
+        lambda: rpc.rpc_sync("worker0", nothing),
+        lambda: reference.rpc_sync().add(1),
+        rpc.shutdown,
+    ):
+        try:
+            action()
+        except NotInitializedError:
+            continue
+        return 1
+    return 0
+
+
+def cycle(rank: int, world_size: int, init_method: str, times: int) -> tuple[list[int], list[int], dict[str, str]]:
+    """Joins and leaves again and again; threads and descriptors after each time, and the last descriptors."""
+    threads, open_files = [], []
+    for _ in range(times):
+        rpc.init_rpc(
+            f"worker{rank}",
+            rank=rank,
+            world_size=world_size,
+            rpc_backend_options=rpc.RpcBackendOptions(init_method=init_method, init_timeout=20),
+        )
+        assert rpc.rpc_sync(f"worker{1 - rank}", add, args=(1, 2)) == 3
+        rpc.shutdown()
+        gc.collect()
+        _, alive, files = resources()
+        threads.append(alive)
+        open_files.append(files)
+    return threads, open_files, descriptors()

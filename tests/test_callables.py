@@ -1,0 +1,283 @@
+"""Callables by name: what has one, what it resolves to, and what the error says when it does not."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import math
+import operator
+import sys
+
+import pytest
+import torch
+
+from telegrad.errors import SerializationError, UsageError, WorkerLostError
+from telegrad.wire import callables
+from telegrad.wire.callables import exception_type, export, name_of, resolve
+
+
+@pytest.fixture(autouse=True)
+def _own_exports(monkeypatch):
+    """What a test exports is gone after it."""
+    monkeypatch.setattr(callables, "_exported", dict(callables._exported))
+    monkeypatch.setattr(callables, "_names", dict(callables._names))
+
+
+def plain(x):
+    return x
+
+
+class Model(torch.nn.Module):
+    class Inner:
+        @staticmethod
+        def deep():
+            return "deep"
+
+    @staticmethod
+    def static():
+        return "static"
+
+    @classmethod
+    def by_class(cls):
+        return cls
+
+    def method(self):
+        return self
+
+    def add(self):
+        """Has the name of one of torch's operators."""
+
+
+class Child(Model):
+    pass
+
+
+class Unhashable:
+    __hash__ = None
+
+    def __call__(self):
+        return 1
+
+
+# --- names that lead back -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (plain, f"{__name__}:plain"),
+        (Model, f"{__name__}:Model"),
+        (Model.static, f"{__name__}:Model.static"),
+        (Model.method, f"{__name__}:Model.method"),
+        (Model.Inner.deep, f"{__name__}:Model.Inner.deep"),
+        (math.sqrt, "math:sqrt"),
+        (print, "builtins:print"),
+        (dict, "builtins:dict"),
+        (operator.add, "_operator:add"),
+        (torch.add, "torch:add"),
+        (torch.matmul, "torch:matmul"),
+        (torch.ones, "torch:ones"),
+        (torch.einsum, "torch.functional:einsum"),
+        (torch.nn.functional.relu, "torch.nn.functional:relu"),
+        (torch.nn.Linear, "torch.nn.modules.linear:Linear"),
+        (torch.optim.SGD, "torch.optim.sgd:SGD"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_name_leads_back_to_the_same_object(function, name):
+    assert name_of(function) == name
+    assert name_of(function) == name  # now remembered
+    assert resolve(name, True) is function
+
+
+@pytest.mark.parametrize("function", [torch.nn.functional.conv2d, torch.nn.functional.gelu, torch.Tensor.add])
+def test_builtin_operators_have_a_name_somewhere(function):
+    assert resolve(name_of(function), True) is function
+
+
+@pytest.mark.parametrize("method", [torch.Tensor.add, torch.Tensor.add_, torch.Tensor.backward, torch.Tensor.split])
+def test_methods_of_tensors(method):
+    name = name_of(method)
+    assert name is not None
+    assert resolve(name, True) == method
+
+
+def test_a_class_method_is_bound_to_its_class():
+    assert resolve(name_of(Model.by_class), True)() is Model
+
+
+def test_an_inherited_class_method_is_not_sent_as_its_parents():
+    """Its qualified name says Model, and Model.by_class is bound to another class."""
+    assert name_of(Child.by_class) is None
+
+
+def test_a_name_is_its_own_name():
+    assert name_of("forward") == "forward"
+
+
+def test_the_main_module_has_one_name(monkeypatch):
+    main = type(sys)("__mp_main__")
+    exec("def job(): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__mp_main__", main)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert name_of(main.job) == "__main__:job"
+    assert resolve("__main__:job", True) is main.job
+
+
+# --- what can only go by value --------------------------------------------------------------------------------------
+
+
+def nested():
+    def inner():
+        pass
+
+    return inner
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda: 1,
+        nested(),
+        functools.partial(plain, 1),
+        Model().method,
+        Model().add,
+        torch.ones(2).add,
+        [].append,
+        Model(),
+        Unhashable(),
+    ],
+    ids=lambda function: type(function).__name__,
+)
+def test_no_name(function):
+    assert name_of(function) is None
+
+
+def test_a_function_that_another_hides_has_no_name():
+    hidden = type(plain)(plain.__code__, globals(), "plain")
+    assert hidden.__qualname__ == "plain"
+    assert name_of(hidden) is None
+
+
+# --- errors ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_module_is_named():
+    with pytest.raises(SerializationError, match=r"cannot import module 'no_such_module' for 'f'"):
+        resolve("no_such_module:f", True)
+
+
+@pytest.mark.parametrize("path", ["no_such_function", "path.no_such_function", ""])
+def test_a_missing_attribute_is_named(path):
+    with pytest.raises(SerializationError, match=rf"module 'os' \(.*os.py\) has no '{path}'"):
+        resolve(f"os:{path}", True)
+
+
+def test_a_name_that_nobody_exported():
+    with pytest.raises(SerializationError, match="no function is exported as 'forward'"):
+        resolve("forward", True)
+
+
+@pytest.mark.parametrize("name", [":f", ".relative:f", "..:f", "a b:f", "a\0b:f", "\ud800:f"])
+def test_a_name_that_can_be_no_module(name):
+    with pytest.raises(SerializationError, match="cannot import module"):
+        resolve(name, True)
+
+
+def test_a_module_that_raises_while_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "broken_module.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SerializationError, match="broken_module.*ZeroDivisionError"):
+        resolve("broken_module:f", True)
+
+
+# --- exports, and nothing else --------------------------------------------------------------------------------------
+
+
+def test_export_by_its_own_name():
+    assert export(plain) is plain
+    assert resolve(f"{__name__}:plain", False) is plain
+
+
+def test_export_by_a_short_name():
+    assert export(name="forward")(plain) is plain
+    assert name_of(plain) == "forward"
+    assert resolve("forward", False) is plain
+    assert resolve("forward", True) is plain
+
+
+def test_a_local_function_can_be_exported():
+    inner = export(nested())
+    assert resolve(name_of(inner), False) is inner
+
+
+def test_one_short_name_means_one_function():
+    export(name="forward")(plain)
+    export(name="forward")(plain)
+    with pytest.raises(UsageError, match="'forward'"):
+        export(name="forward")(nested())
+
+
+def test_a_reloaded_module_may_export_again():
+    first, second = nested(), nested()
+    export(first)
+    export(second)
+    assert resolve(name_of(second), False) is second
+
+
+def test_an_exported_name_outlives_the_memory_for_names(monkeypatch):
+    monkeypatch.setattr(callables, "_NAMES_KEPT", len(callables._names) + 2)
+    export(name="forward")(plain)
+    for function in (math.sin, math.cos, math.tan, math.exp):
+        name_of(function)
+    assert len(callables._names) <= callables._NAMES_KEPT
+    assert name_of(plain) == "forward"
+
+
+@pytest.mark.parametrize(
+    "name", ["os:system", "builtins:eval", f"{__name__}:plain", "torch:load", "torch:hub.load", "torch:", "x", ""]
+)
+def test_without_allow_any_nothing_else_is_found(name):
+    with pytest.raises(SerializationError, match=r"is not exported here.*rpc.export"):
+        resolve(name, False)
+
+
+def test_without_allow_any_nothing_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "canary_module.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SerializationError):
+        resolve("canary_module:f", False)
+    assert "canary_module" not in sys.modules
+
+
+@pytest.mark.parametrize("path", sorted(callables._PLAIN_OPERATORS))
+def test_torchs_plain_operators_are_always_there(path):
+    assert resolve(f"torch:{path}", False) is getattr(torch, path)
+
+
+# --- exceptions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("allow_any", [True, False])
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("builtins:KeyError", KeyError),
+        ("telegrad.errors:WorkerLostError", WorkerLostError),
+        ("builtins:SystemExit", None),  # would end the caller
+        ("builtins:KeyboardInterrupt", None),
+        ("builtins:print", None),
+        ("builtins:NoSuchError", None),
+        ("builtins:", None),
+        ("no_such_module:Error", None),
+        ("", None),
+    ],
+)
+def test_exception_types(name, found, allow_any):
+    assert exception_type(name, allow_any) is found
+
+
+def test_foreign_exceptions_need_an_import():
+    assert exception_type("json.decoder:JSONDecodeError", True).__name__ == "JSONDecodeError"
+    assert exception_type("json.decoder:JSONDecodeError", False) is None
+    assert not hasattr(builtins, "JSONDecodeError")

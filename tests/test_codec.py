@@ -1,0 +1,236 @@
+"""Headers: every message comes back as it was, and bytes that are no message raise ProtocolError and do nothing else."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_trip import FUZZ_EXAMPLES
+
+from telegrad.errors import ProtocolError
+from telegrad.ids import GlobalId
+from telegrad.wire import codec, messages
+from telegrad.wire.messages import Body, Call, Failure, InPeer, Note, Ping, Reply, TensorMeta
+
+MESSAGES = typing.get_args(messages.Message)
+PAYLOADS = typing.get_args(messages.NotePayload)
+
+sizes = st.integers(0, 2**63 - 1)
+numbers = st.integers(-(2**63), 2**63 - 1)
+shapes = st.lists(sizes, max_size=4).map(tuple)
+ids = st.builds(GlobalId, sizes, sizes)
+plain = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+metas = st.recursive(
+    st.builds(TensorMeta, numbers, shapes, numbers, st.none() | shapes, sizes, numbers, numbers),
+    lambda inner: st.builds(
+        TensorMeta, numbers, shapes, parts=st.lists(inner, max_size=3).map(tuple), device=st.none() | st.text()
+    ),
+    max_leaves=4,
+)
+buffers = st.binary().map(bytearray) | sizes | st.builds(InPeer, sizes, sizes)
+forks = st.builds(messages.RRefFork, ids, ids, sizes, sizes, st.text())
+bodies = st.builds(
+    Body,
+    plain,
+    numbers,
+    shapes,
+    st.lists(buffers, max_size=4).map(tuple),
+    st.lists(metas, max_size=3).map(tuple),
+    st.lists(forks, max_size=2).map(tuple),
+    plain,
+)
+BY_TYPE = {int: numbers, str: st.text(), bool: st.booleans(), Body: bodies, GlobalId: ids}
+
+
+def record(kind):
+    """A strategy for all fields of a record, so that no message can be forgotten here."""
+    hints = typing.get_type_hints(kind)
+    return st.builds(kind, **{name: field(hints[name]) for name in kind.__struct_fields__})
+
+
+def field(hint):
+    return st.one_of([record(kind) for kind in PAYLOADS]) if hint == messages.NotePayload else BY_TYPE[hint]
+
+
+def filled(kind):
+    """One message with something in every field."""
+    examples = {
+        int: 7,
+        str: "naïve",
+        bool: True,
+        GlobalId: GlobalId(3, 4),
+        Body: Body(
+            [0, 1, "a", None, [1, 2.5]],
+            1,
+            (2,),
+            (bytearray(b"x"), 9000, InPeer(1 << 63, 5)),
+            (TensorMeta(0, (2, 3), 0, (3, 1), 4, 1, 1, (TensorMeta(1, ()),), (0.5,), "cuda:0"),),
+            (messages.RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 1, "Tensor"),),
+            [1, 2],
+        ),
+        messages.NotePayload: messages.UserDelete(GlobalId(1, 2), GlobalId(3, 4)),
+    }
+    hints = typing.get_type_hints(kind)
+    return kind(**{name: examples[hints[name]] for name in kind.__struct_fields__})
+
+
+CORPUS = [codec.encode(filled(kind)) for kind in MESSAGES] + [
+    codec.encode(Note(1, 0, payload(*[GlobalId(1, 2)] * len(payload.__struct_fields__)))) for payload in PAYLOADS
+]
+
+
+# --- round trips ----------------------------------------------------------------------------------------------------
+
+
+def test_every_record_with_a_tag_is_a_message_or_a_note():
+    records = {
+        value
+        for value in vars(messages).values()
+        if isinstance(value, type) and issubclass(value, messages._Record) and value.__struct_config__.tag is not None
+    }
+    assert records == {*MESSAGES, *PAYLOADS}
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_a_filled_message_comes_back(kind):
+    message = filled(kind)
+    assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_any_message_comes_back(kind):
+    @given(record(kind))
+    @settings(max_examples=40)
+    def check(message):
+        decoded = codec.decode(codec.encode(message))
+        assert decoded == message
+        assert type(decoded) is kind
+
+    check()
+
+
+@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda kind: kind.__name__)
+def test_every_payload_of_a_note_comes_back(payload):
+    message = Note(1, 0, payload(*[GlobalId(1, 2)] * len(payload.__struct_fields__)))
+    assert codec.decode(codec.encode(message)) == message
+
+
+@pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
+def test_a_header_may_be_any_memory(wrap):
+    assert codec.decode(wrap(codec.encode(Ping()))) == Ping()
+
+
+def test_a_tag_is_used_once():
+    tags = [kind.__struct_config__.tag for kind in (*MESSAGES, *PAYLOADS)]
+    assert len(set(tags)) == len(tags)
+
+
+# --- buffers --------------------------------------------------------------------------------------------------------
+
+
+def test_stream_sizes_are_the_buffers_that_follow():
+    assert codec.stream_sizes(Reply(1, Body(buffers=(b"x", 5, InPeer(1, 2), 7)))) == [5, 7]
+    assert codec.stream_sizes(Ping()) == []
+
+
+def test_complete_puts_the_buffers_in_order():
+    body = Body(buffers=(bytearray(b"in"), 5, InPeer(1, 2), 7))
+    assert codec.complete(body, ["s1", "s2"], ["p1"]) == [b"in", "s1", "p1", "s2"]
+    assert codec.complete(Body(buffers=(bytearray(b"in"),)), [], []) == [b"in"]
+
+
+@pytest.mark.parametrize(("streamed", "fetched"), [([], ["p"]), (["s"], [])])
+def test_complete_says_when_buffers_are_missing(streamed, fetched):
+    with pytest.raises(ProtocolError, match="more buffers than came"):
+        codec.complete(Body(buffers=(5, InPeer(1, 2))), streamed, fetched)
+
+
+# --- what is no message ---------------------------------------------------------------------------------------------
+
+
+def malformed(*fields):
+    return msgspec.msgpack.encode(fields)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"",
+        b"\xc1",
+        malformed(),
+        malformed(99),
+        malformed("7"),
+        malformed(4),
+        malformed(4, "1"),
+        malformed(4, 2**64 - 1, [None, 0, 0]),
+        malformed(7, "too", "many"),
+        malformed(1, 1, 5),
+        malformed(30, 1, 0, [99, [0, 1]]),
+        malformed(4, 1, [None, -1, [], [-1]]),
+        malformed(4, 1, [None, -1, [], [[-1, 5]]]),
+        malformed(4, 1, [None, -1, [], [], [[0, [-1]]]]),
+        malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [-1]]]]),
+        malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [1], -1]]]),
+        codec.encode(Ping()) + b"\x00",
+        b"\x91" * 100_000,  # nested too deep
+        b"\x93\x04\x01\x91" + b"\x91" * 100_000,
+        b"\x93\x04\x01\x91\xdd\xff\xff\xff\xff",  # announces four billion items
+        b"\x93\x04\x01\x91\xc6\xff\xff\xff\xff",  # ... bytes
+        b"\x93\x04\x01\x91\xdf\xff\xff\xff\xff",  # ... keys
+        b"\x93\x04\x01\x91\x81\x80\x80",  # a map for a key
+        b"\x93\x04\x01\x91\xa1\xff",  # no UTF-8
+        b"\x93\x04\x01\x91\xc7\x0c\xff" + b"\xff" * 12,  # a time that no calendar has
+    ],
+    ids=lambda header: header[:12].hex(),
+)
+def test_what_is_no_message_raises(header):
+    with pytest.raises(ProtocolError, match="is not a message"):
+        codec.decode(header)
+
+
+def test_an_empty_failure_keeps_its_texts():
+    failure = Failure(1, "worker1", "builtins:KeyError", "'x'")
+    assert codec.decode(codec.encode(failure)) == failure
+
+
+def test_a_call_without_a_body_is_small():
+    assert len(codec.encode(Call(1, "math:sqrt"))) < 40
+
+
+# --- fuzz -----------------------------------------------------------------------------------------------------------
+
+
+def decode_or_refuse(header: bytes) -> None:
+    try:
+        message = codec.decode(header)
+    except ProtocolError:
+        return
+    assert isinstance(message, MESSAGES)
+    codec.stream_sizes(message)
+
+
+@given(st.binary(max_size=100))
+@settings(max_examples=FUZZ_EXAMPLES)
+def test_fuzz_random_bytes(data):
+    decode_or_refuse(data)
+
+
+@given(
+    st.sampled_from(CORPUS),
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), max_size=5),
+    st.integers(0, 250),
+    st.binary(max_size=8),
+)
+@settings(max_examples=FUZZ_EXAMPLES)
+def test_fuzz_mutated_headers(header, edits, cut, tail):
+    data = bytearray(header)
+    for position, byte in edits:
+        data[position % len(data)] = byte
+    decode_or_refuse(bytes(data[:cut]) + tail)

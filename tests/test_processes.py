@@ -1,0 +1,308 @@
+"""Workers in processes of their own, over real sockets: calls, big tensors, main programs, and sudden death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from programs import deeds
+from puppets import PATIENCE, PROGRAMS, Puppet, clean_environment, join, leave, puppets, troupe
+from telegrad import rpc
+from telegrad.errors import RpcTimeoutError
+from telegrad.launch import free_port
+
+MB = 1 << 20
+NAMES = ["worker0", "worker1", "worker2"]
+WAYS = {
+    "unix": {},
+    "tcp": {"transports": ("tcp",)},
+    "tls": {"transports": ("tcp",)},  # and files, see below
+    "no lane": {},
+}
+
+
+def make_certificate_files(directory: Path) -> dict[str, str]:
+    from telegrad.transport.tls import make_certificate
+
+    certificate = make_certificate()
+    (directory / "cert.pem").write_bytes(certificate.cert_pem)
+    (directory / "key.pem").write_bytes(certificate.key_pem)
+    return {"tls_certificate": str(directory / "cert.pem"), "tls_key": str(directory / "key.pem")}
+
+
+@pytest.fixture(scope="module", params=list(WAYS))
+def way(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def workers(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Puppet]]:
+    """Three workers that live as long as this way is tested; each test leaves them as it found them."""
+    options = dict(WAYS[way])
+    if way == "tls":
+        options |= make_certificate_files(tmp_path_factory.mktemp("tls"))
+    with puppets(3) as cast:
+        if way == "no lane":
+            for puppet in cast:
+                puppet.run(deeds.close_lanes)
+        join(cast, **options)
+        yield cast
+        leave(cast)
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "workers" in request.fixturenames:
+        for puppet in request.getfixturevalue("workers"):
+            assert puppet.run(deeds.leftovers) == deeds.NO_LEFTOVERS
+
+
+# --- calls, in every way ----------------------------------------------------------------------------------------------
+
+
+def test_everyone_calls_everyone(workers: list[Puppet]) -> None:
+    for puppet in workers:
+        assert puppet.run(deeds.call_all, NAMES, 5) == 15
+    pids = [workers[0].run(rpc.rpc_sync, name, deeds.whoami)[1] for name in NAMES]
+    assert pids == [puppet.pid for puppet in workers]
+
+
+def test_the_links_are_of_the_kind_that_was_asked_for(workers: list[Puppet], way: str) -> None:
+    workers[0].run(deeds.call_all, NAMES)
+    kinds = set(workers[0].run(deeds.links))
+    assert kinds == {"TlsStream" if way == "tls" else "SocketStream"}
+    assert {address.kind for address in workers[0].run(deeds.addresses)} == ({"unix", "tcp"} & set(_kinds(way)))
+
+
+def _kinds(way: str) -> tuple[str, ...]:
+    return ("tcp",) if way in ("tcp", "tls") else ("unix", "tcp")
+
+
+def test_references_between_three(workers: list[Puppet]) -> None:
+    assert workers[0].run(deeds.use_references, "worker1", "worker2") == 16
+    assert workers[2].run(deeds.use_references, "worker2", "worker0") == 16  # its own, lent to another
+
+
+def test_calls_of_calls_and_async_functions(workers: list[Puppet]) -> None:
+    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.forward, args=("worker2", deeds.add, (1, 2))) == 3
+    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.forward, args=("worker0", deeds.add, (1, 2))) == 3
+    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.add_via, args=("worker2", 1, 2)) == 4
+
+
+def test_exceptions_keep_type_and_attributes_and_show_the_remote_traceback(workers: list[Puppet]) -> None:
+    kind, number, text = workers[0].run(deeds.unlucky, "worker1")
+    assert (kind, number) == ("Unlucky", 7)
+    assert "7: as asked" in text
+    assert "worker1" in text
+    assert "in fail" in text
+
+
+def test_a_function_that_cannot_be_imported_there_is_named(workers: list[Puppet]) -> None:
+    kind, text = workers[0].run(deeds.error_of_call, "worker1", "nowhere.at_all:function")
+    assert kind == "SerializationError"
+    assert "nowhere.at_all" in text
+    kind, text = workers[0].run(deeds.error_of_call, "worker1", "programs.deeds:no_such_function")
+    assert kind == "SerializationError"
+    assert "programs.deeds" in text
+    assert "no_such_function" in text
+
+
+@pytest.mark.parametrize("megabytes", [1, 16, 64])
+def test_big_tensors_come_back_the_same(workers: list[Puppet], way: str, megabytes: int) -> None:
+    same, lanes = workers[0].run(deeds.send_around, "worker1", megabytes * MB + 13)
+    assert same
+    assert (lanes > 0) == (way != "no lane")
+
+
+def test_replies_that_are_held_never_change(workers: list[Puppet]) -> None:
+    assert workers[0].run(deeds.keep_replies, "worker1", MB, 30)
+
+
+def test_four_threads_send_big_tensors_at_once(workers: list[Puppet]) -> None:
+    assert workers[0].start(deeds.send_from_threads, "worker1", 9 * MB, 4, 3).result(90) == 12
+
+
+def test_numpy_arrays_go_by_pickle(workers: list[Puppet]) -> None:
+    assert workers[0].run(deeds.double_arrays, "worker2")
+
+
+def test_a_timeout_leaves_the_worker_in_order(workers: list[Puppet]) -> None:
+    with pytest.raises(RpcTimeoutError, match=r"wait_forever on worker 'worker1' got no answer within 0\.2 s"):
+        workers[0].run(rpc.rpc_sync, "worker1", deeds.wait_forever, args=(0.5,), timeout=0.2)
+    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
+    time.sleep(0.4)  # until that late answer has come, for nobody
+
+
+# --- main programs ----------------------------------------------------------------------------------------------------
+
+
+def run_programs(*commands: list[str], env: dict[str, str] | None = None) -> list[tuple[int, str]]:
+    """Runs programs at the same time, each with its rank; exit code and output of each."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(commands)), **(env or {})}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", *command],
+            env=clean_environment(**job, RANK=str(rank)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0,
+        )
+        for rank, command in enumerate(commands)
+    ]
+    deadline = time.monotonic() + 60
+    try:
+        results = []
+        for process in processes:
+            out, _ = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+            results.append((process.returncode, out))
+        return results
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+def test_functions_of_another_main_program_go_by_value() -> None:
+    caller, callee = run_programs([str(PROGRAMS / "caller.py")], [str(PROGRAMS / "callee.py")])
+    assert caller == (0, "all well\n"), caller[1]
+    assert callee == (0, ""), callee[1]
+
+
+def test_functions_of_the_same_main_program_go_by_name() -> None:
+    results = run_programs([str(PROGRAMS / "twins.py")], [str(PROGRAMS / "twins.py")])
+    assert results == [(0, "worker 0: all well\n"), (0, "worker 1: all well\n")]
+
+
+def test_children_of_multiprocessing_know_their_main_program_too() -> None:
+    ((code, out),) = run_programs([str(PROGRAMS / "twins.py"), "spawn"], env={"WORLD_SIZE": "2"})
+    assert code == 0, out
+    assert sorted(out.splitlines()) == ["worker 0: all well", "worker 1: all well"]
+
+
+# --- death ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [2, 0], ids=["worker2", "worker0, which leads and serves the store"])
+def test_when_a_worker_is_killed_its_calls_fail_at_once_and_the_rest_go_on(victim: int) -> None:
+    with puppets(3) as cast:
+        join(cast)
+        killed, name = cast[victim], f"worker{victim}"
+        first, second = others = [puppet for puppet in cast if puppet is not killed]
+        first.run(deeds.start_pending, name, 100)
+        blocked = second.start(deeds.outcome, rpc.rpc_sync, name, deeds.wait_forever, timeout=0)
+        time.sleep(0.3)
+        moment = time.time()
+        killed.kill()
+        errors, last = first.start(deeds.reap_pending).result(5)
+        assert {kind for kind, _ in errors} == {"WorkerLostError"}
+        assert all(f"worker {name!r} is lost" in text for _, text in errors)
+        assert last - moment < 1.0, f"the last of 100 calls failed {last - moment:.2f} s after the kill"
+        kind, text, _ = blocked.result(5)
+        assert kind == "WorkerLostError"
+        assert name in text
+        kind, text, seconds = first.run(deeds.outcome, rpc.rpc_sync, name, deeds.nothing)
+        assert kind == "WorkerLostError"
+        assert seconds < 0.5
+        there = next(other for other in NAMES if other != name and other != f"worker{cast.index(first)}")
+        assert first.run(rpc.rpc_sync, there, deeds.add, args=(1, 2)) == 3
+        start = time.monotonic()
+        leave(others)
+        assert time.monotonic() - start < 5
+
+
+def _wait_dead(puppet: Puppet) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while puppet.alive:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_worker_that_nobody_called_is_missed_at_shutdown_and_not_waited_for() -> None:
+    with puppets(3) as cast:
+        join(cast)
+        cast[2].kill()
+        _wait_dead(cast[2])
+        leave(cast[:2], 10)
+
+
+def test_a_stopped_worker_is_noticed_by_its_silence() -> None:
+    with puppets(2) as cast:
+        join(cast, heartbeat=1.0)
+        waiting, stopped = cast
+        waiting.run(rpc.rpc_sync, "worker1", deeds.nothing)
+        stopped.signal(signal.SIGSTOP)
+        kind, text, seconds = waiting.run(deeds.outcome, rpc.rpc_sync, "worker1", deeds.nothing, timeout=0)
+        assert kind == "WorkerLostError"
+        assert "silent" in text
+        assert 0.5 < seconds < 3.0
+        leave([waiting], 5)
+
+
+def test_an_idle_worker_hears_heartbeats_and_is_not_lost() -> None:
+    with troupe(2, heartbeat=0.4) as (first, _):
+        first.run(rpc.rpc_sync, "worker1", deeds.nothing)
+        time.sleep(1.5)
+        assert first.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
+        assert "lost" not in first.log()
+
+
+# --- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_worker_costs_little_memory() -> None:
+    """Measured in a fresh process, before and after: forked ones share their memory with the nursery."""
+    program = (
+        "import json, gc, psutil, torch, torch.distributed\n"
+        "rss = lambda: (gc.collect(), psutil.Process().memory_info().rss)[1]\n"
+        "torch.ones(3).sum()\n"
+        "before = rss()\n"
+        "from telegrad import rpc\n"
+        "import os\n"
+        "rpc.init_rpc('worker' + os.environ['RANK'], rank=int(os.environ['RANK']), world_size=2)\n"
+        "print(json.dumps([before, rss()]))\n"
+        "rpc.shutdown()\n"
+    )
+    for code, out in run_programs(["-c", program], ["-c", program]):
+        assert code == 0, out
+        before, after = json.loads(out)
+        print(f"an idle worker costs {(after - before) / MB:.1f} MB")
+        assert after - before < 30 * MB
+
+
+def test_twenty_jobs_in_one_process_leave_no_thread_and_no_descriptor() -> None:
+    with puppets(2) as cast:
+        where = f"tcp://127.0.0.1:{free_port()}"
+        pending = [puppet.start(deeds.cycle, rank, 2, where, 20) for rank, puppet in enumerate(cast)]
+        for one in pending:
+            threads, files, names = one.result(60)
+            assert threads[-1] <= threads[1], threads
+            assert files[-1] <= files[1], (files, names)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_forked_child_does_not_disturb_its_parent(rank: int) -> None:
+    with troupe(2) as cast:
+        parent, other = cast[rank], cast[1 - rank]
+        name, other_name = f"worker{rank}", f"worker{1 - rank}"
+        parent.run(rpc.rpc_sync, other_name, deeds.nothing)
+        other.run(rpc.rpc_sync, name, deeds.nothing)
+        for how in ("exit at once", "multiprocessing", "use it", "exit properly"):
+            assert parent.run(deeds.fork_and_exit, how) == 0, how
+            if how != "exit properly":  # in a child forked by a thread, the end of that thread is not the program's
+                assert other.run(rpc.rpc_sync, name, deeds.fork_and_exit, args=(how,)) == 0, how
+            assert parent.run(rpc.rpc_sync, other_name, deeds.add, args=(1, 2)) == 3
+            assert other.run(rpc.rpc_sync, name, deeds.add, args=(1, 2)) == 3
+        assert torch.equal(parent.run(rpc.rpc_sync, other_name, deeds.filled, args=(MB, 3)), deeds.filled(MB, 3))

@@ -1,0 +1,714 @@
+"""Values: plain data need no pickle, everything else goes through it, and a worker without pickle runs nothing."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import functools
+import math
+import os
+import pickle
+import resource
+import sys
+import threading
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_trip import FUZZ_EXAMPLES, frame_of, receive, trip
+
+from telegrad.errors import SerializationError, TelegradError, UsageError
+from telegrad.ids import GlobalId
+from telegrad.wire import codec, values
+from telegrad.wire.messages import Body, Reply, RRefFork, TensorMeta
+from telegrad.wire.values import Route, pack, unpack
+
+
+class Point(NamedTuple):
+    x: int
+    y: Any
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Record:
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass
+class Shared:
+    """Stands for an RRef."""
+
+    number: int
+    shared_with: list[int] = dataclasses.field(default_factory=list)
+
+    def __telegrad_share__(self, to):
+        self.shared_with.append(to)
+        return RRefFork(GlobalId(0, self.number), GlobalId(0, 1), 0, 0)
+
+
+def twice(x):
+    return 2 * x
+
+
+def same(one, other):
+    """Equal, with equal types all the way down, and with nan equal to itself."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float):
+        return one == other and math.copysign(1, one) == math.copysign(1, other) or (math.isnan(one) and math.isnan(other))
+    if isinstance(one, complex):
+        return same(one.real, other.real) and same(one.imag, other.imag)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, dict):
+        return len(one) == len(other) and all(map(same, one.items(), other.items()))
+    return one == other
+
+
+# --- plain data -----------------------------------------------------------------------------------------------------
+
+PLAIN = [
+    None,
+    True,
+    0,
+    -1,
+    2**63 - 1,
+    -(2**63),
+    2**64 - 1,
+    1.5,
+    -0.0,
+    math.nan,
+    math.inf,
+    -math.inf,
+    5e-324,
+    "",
+    "naïve ☃ 𝄞 \0",
+    b"",
+    b"\x00\xff",
+    bytearray(b"bytes"),
+    1 - 2j,
+    complex(math.nan, -0.0),
+    (),
+    [],
+    {},
+    set(),
+    frozenset(),
+    (1, "a", None),
+    [1, [2, [3, [4]]]],
+    {"a": 1, None: 2, (1, 2): 3, 4: [5], b"k": {}, 1.5: True, frozenset({1}): ()},
+    {1: "int", "1": "text"},
+    {1, "a", None, (2, 3)},
+    frozenset({1, b"2"}),
+    slice(1, None, 2),
+    slice("a", (1, 2)),
+    ...,
+    range(5),
+    range(10, -10, -3),
+    torch.Size([2, 3]),
+    torch.Size([]),
+    torch.float32,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.device("cpu"),
+    torch.device("cuda", 3),
+    torch.device("meta"),
+    [0, 1, 2, 3, 4, 5, 6, 7, 8],  # looks like tags
+    [[5, 0], (6, 0)],
+]
+
+
+@pytest.mark.parametrize("value", PLAIN, ids=repr)
+def test_plain_data_need_no_pickle(value):
+    done = trip(value, allow_pickle=False)
+    assert done.parcel.body.pickle == -1
+    assert same(done.value, value)
+
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.complex_numbers()
+    | st.text()
+    | st.binary()
+)
+keys = st.recursive(scalars, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=3)
+plain_data = st.recursive(
+    scalars | st.builds(bytearray, st.binary()) | st.builds(slice, scalars, scalars, scalars),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
+        | st.sets(keys.filter(lambda key: key == key), max_size=4)
+        | st.frozensets(keys.filter(lambda key: key == key), max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def rebuilt(value):
+    """A deep copy in which nothing is shared, for hypothesis may draw one object twice."""
+    if isinstance(value, dict):
+        return {key: rebuilt(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(rebuilt(part) for part in value)
+    return type(value)(value) if isinstance(value, (bytearray, set)) else value
+
+
+@given(plain_data)
+@settings(max_examples=300)
+def test_any_plain_data(value):
+    value = rebuilt(value)
+    done = trip(value)
+    assert same(done.value, value)
+    assert not done.pickled
+
+
+@pytest.mark.parametrize("value", [2**64, -(2**63) - 1, 10**1000, "\ud800 alone", ["\udfff"], {1: 10**40}], ids=repr)
+def test_numbers_and_texts_that_the_header_cannot_write_are_pickled(value):
+    done = trip(value)
+    assert done.pickled
+    assert done.value == value
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the limit on digits came with 3.11")
+def test_numbers_longer_than_python_prints():
+    assert trip(1 << 100_000).value == 1 << 100_000
+
+
+def test_plain_data_larger_than_a_header_go_beside_it(monkeypatch):
+    monkeypatch.setattr(values, "MAX_HEADER", 100_000)
+    value = {"blob": bytes(200_000), "tensor": torch.ones(3)}
+    done = trip(value)
+    assert len(codec.encode(Reply(1, done.parcel.body))) < 10_000
+    assert done.value["blob"] == value["blob"]
+    with pytest.raises(SerializationError):
+        trip(value, allow_pickle=False)
+
+
+# --- objects --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Point(1, "a"),
+        Colour.RED,
+        collections.OrderedDict(b=1, a=2),
+        collections.defaultdict(list, a=[1]),
+        collections.deque([1, 2], 5),
+        collections.Counter("abca"),
+        np.float32(1.5),
+        np.int64(7),
+        torch.strided,
+        torch.channels_last,
+        int,
+        Point,
+        print,
+        twice,
+        torch.add,
+        functools.partial(twice, 3),
+        range(2**70),
+        memoryview,
+        GlobalId(1, 2),
+        ValueError("x").args,
+    ],
+    ids=repr,
+)
+def test_objects(value):
+    got = trip(value).value
+    assert type(got) is type(value)
+    assert getattr(got, "args", None) == getattr(value, "args", None)
+    assert isinstance(value, functools.partial) or got == value
+
+
+def test_a_subclass_of_a_plain_type_keeps_its_class():
+    for value in (Point(1, 2), Colour.RED, collections.OrderedDict(a=1), True, np.float64(2.0)):
+        assert type(trip([value]).value[0]) is type(value)
+
+
+def test_a_dataclass_with_a_tensor():
+    sent = Record("weights", torch.arange(5.0))
+    done = trip([sent, sent, sent.tensor])
+    first, second, tensor = done.value
+    assert first is second
+    assert tensor is first.tensor
+    assert torch.equal(tensor, sent.tensor)
+    assert len(done.tensors) == 1
+
+
+def test_a_module_keeps_its_parameters_tied():
+    sent = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    sent[1].weight = sent[0].weight
+    done = trip(sent)
+    assert done.value[1].weight is done.value[0].weight
+    assert len(done.tensors) == 3
+    x = torch.ones(1, 3)
+    assert torch.equal(done.value(x), sent(x))
+
+
+def test_an_exception_keeps_its_text():
+    got = trip(KeyError("missing")).value
+    assert type(got) is KeyError
+    assert got.args == ("missing",)
+
+
+# --- one object stays one -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared", [[1], {1: 2}, {3}, bytearray(b"x")], ids=repr)
+def test_a_shared_container_stays_one(shared):
+    for value in ([shared, shared], (shared, [shared]), {1: shared, 2: (shared,)}):
+        parts = list(trip(value).value.values()) if isinstance(value, dict) else list(trip(value).value)
+        inner = parts[1][0] if isinstance(parts[1], (list, tuple)) and not isinstance(shared, list) else parts[1]
+        inner = inner[0] if isinstance(inner, (list, tuple)) and inner and inner[0] is parts[0] else inner
+        assert inner is parts[0]
+        assert parts[0] == shared
+
+
+def test_cycles():
+    value: list[Any] = [1]
+    value.append({"self": value})
+    got = trip(value).value
+    assert got[1]["self"] is got
+
+
+def test_equal_containers_that_are_not_one_stay_two():
+    done = trip([[1], [1]])
+    assert not done.pickled
+    assert done.value[0] is not done.value[1]
+
+
+@pytest.mark.parametrize("depth", [50, 150])
+def test_deep_nests(depth):
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    assert trip(value).value == value
+
+
+def test_a_nest_without_end_is_refused():
+    value: list[Any] = []
+    for _ in range(100_000):
+        value = [value]
+    with pytest.raises(SerializationError, match="list"):
+        trip(value)
+    while value:
+        value = value.pop()  # to free it at once would overflow the stack
+
+
+# --- numpy ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(5),
+        np.arange(10_000.0),
+        np.arange(12).reshape(3, 4),
+        np.asfortranarray(np.arange(12).reshape(3, 4)),
+        np.arange(20)[::3],
+        np.zeros((0, 3)),
+        np.array(5),
+        np.array(["a", "bc"]),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array([1, "x", None], dtype=object),
+        np.array(["2020-01-01"], dtype="datetime64[D]"),
+    ],
+    ids=lambda array: f"{array.dtype}{array.shape}",
+)
+@pytest.mark.parametrize("lane_limit", [None, 20_000], ids=["socket", "lane"])
+def test_arrays(array, lane_limit):
+    got = trip(array, lane_limit).value
+    assert (got.dtype, got.shape) == (array.dtype, array.shape)
+    assert np.array_equal(got, array)
+    assert got.flags.writeable
+
+
+def test_big_arrays_are_not_copied_into_the_pickle():
+    array = np.arange(100_000)
+    done = trip({"array": array, "same": array})
+    assert len(done.parcel.body.pickle_buffers) == 1
+    assert len(done.parcel.stream) == 1
+    assert np.shares_memory(np.frombuffer(done.parcel.stream[0], np.uint8), array)
+    assert done.value["array"] is done.value["same"]
+
+
+def test_read_only_arrays_stay_read_only():
+    array = np.arange(5)
+    array.flags.writeable = False
+    assert not trip(array).value.flags.writeable
+
+
+# --- functions ------------------------------------------------------------------------------------------------------
+
+
+def test_lambdas_and_local_functions():
+    offset = torch.ones(2)
+
+    def local(x):
+        return x + offset
+
+    got, square = trip([local, lambda x: x * x]).value
+    assert torch.equal(got(1), offset + 1)
+    assert square(3) == 9
+
+
+def test_a_local_class():
+    class Local:
+        def __init__(self, x):
+            self.x = x
+
+    got = trip(Local([1])).value
+    assert got.x == [1]
+    assert type(got).__qualname__ == Local.__qualname__
+
+
+def test_without_cloudpickle_a_lambda_is_refused_by_name():
+    with pytest.raises(SerializationError, match=r"cannot send a value of type list: .*<lambda>"):
+        trip([lambda: 1], allow_cloudpickle=False)
+
+
+def test_bound_methods_go_with_their_object():
+    got = trip(collections.Counter("aab").most_common).value
+    assert got() == [("a", 2), ("b", 1)]
+
+
+@pytest.fixture
+def main_function(monkeypatch):
+    """A function of the main program."""
+    main = type(sys)("__main__")
+    exec("def job(x): return x + 1", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    return main.job
+
+
+def test_a_function_of_the_same_main_program_goes_by_name(main_function):
+    assert trip([main_function]).value[0] is main_function
+
+
+def test_a_function_of_another_main_program_goes_by_value(main_function, monkeypatch):
+    parcel = pack([main_function], Route(1, same_main=False), codec.encode)
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
+    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    assert receive(body, [])[1][0](1) == 2
+
+
+def test_a_function_of_another_main_program_is_refused_without_cloudpickle(main_function):
+    with pytest.raises(SerializationError, match="'job'.*main program"):
+        trip([main_function], same_main=False, allow_cloudpickle=False)
+
+
+def test_a_function_that_the_receiver_does_not_have(main_function, monkeypatch):
+    parcel = pack([main_function], Route(1), codec.encode)
+    monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
+    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    with pytest.raises(SerializationError, match="cannot import 'job' from module '__main__'"):
+        receive(body, [])
+
+
+# --- what cannot be sent or rebuilt ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", [threading.Lock(), [threading.Lock()], {"f": sys.stdout}, (x for x in ())], ids=lambda v: type(v).__name__
+)
+@pytest.mark.parametrize("allow_cloudpickle", [True, False])
+def test_the_error_names_what_cannot_be_pickled(value, allow_cloudpickle):
+    with pytest.raises(SerializationError, match=r"cannot send a value of type (lock|list|dict|generator): .*\w+"):
+        trip(value, allow_cloudpickle=allow_cloudpickle)
+
+
+def test_the_error_names_the_lock():
+    with pytest.raises(SerializationError, match=r"_thread\.lock"):
+        trip({"a": [threading.Lock()]})
+
+
+class Fragile:
+    def __reduce__(self):
+        return (_break, ())
+
+
+def _break():
+    raise OSError("the disk is gone")
+
+
+def test_an_object_that_cannot_be_rebuilt():
+    with pytest.raises(SerializationError, match="cannot rebuild a value here: OSError: the disk is gone"):
+        trip(Fragile())
+
+
+def test_a_pickle_that_was_cut():
+    body = pack(Point(1, 2), Route(1), codec.encode).body
+    with pytest.raises(SerializationError, match="cannot rebuild"):
+        unpack(body, [bytearray(body.buffers[0][:-5])], (), (), True)
+
+
+def test_the_tables_of_an_outer_value_survive_an_inner_one():
+    class_of = trip(Nesting(torch.ones(2))).value
+    assert torch.equal(class_of.tensor, torch.ones(2))
+    assert torch.equal(class_of.inner, torch.zeros(3))
+
+
+class Nesting:
+    """Its rebuilding receives another value, as that of an object with an RPC inside would."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __getstate__(self):
+        return [Point(1, 2), self.tensor]
+
+    def __setstate__(self, state):
+        self.inner = trip(Point(0, torch.zeros(3))).value.y
+        self.tensor = state[1]
+
+    def __reduce__(self):
+        return (_nesting, (1,), self.__getstate__())
+
+
+def _nesting(_):
+    return Nesting.__new__(Nesting)
+
+
+# --- references -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda r: [r], lambda r: Point(1, r)], ids=["plain", "pickled"])
+def test_references_ride_beside_the_value(wrap):
+    sent = Shared(5)
+    done = trip(wrap(sent), rrefs=["the reference"])
+    assert "the reference" in done.value
+    assert sent.shared_with == [1]
+    assert done.body.rrefs == (RRefFork(GlobalId(0, 5), GlobalId(0, 1), 0, 0),)
+
+
+@pytest.mark.parametrize("bad", [threading.Lock(), lambda: 1], ids=["lock", "lambda"])
+def test_a_value_that_cannot_be_sent_shares_no_reference(bad):
+    sent = Shared(5)
+    with pytest.raises(SerializationError):
+        pack([sent, bad], Route(1, allow_cloudpickle=False), codec.encode)
+    assert sent.shared_with == []
+
+
+def test_a_tensor_without_a_device_map_shares_no_reference():
+    sent = Shared(5)
+
+    def refuse(_):
+        raise UsageError("no map")
+
+    route = Route(1, outgoing=lambda to, tensors: refuse(to))
+    with pytest.raises(UsageError, match="no map"):
+        pack([sent, torch.ones(2)], route, codec.encode)
+    assert sent.shared_with == []
+
+
+# --- the interceptor ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [list, lambda parts: Point(*parts)], ids=["plain", "pickled"])
+def test_the_interceptor_sees_the_tensors(wrap):
+    seen = []
+    tensors = [torch.ones(2), torch.zeros(3)]
+    route = Route(1, outgoing=lambda to, found: seen.append((to, found)) or [7, "extra"])
+    body = pack(wrap(tensors), route, codec.encode).body
+    ((to, found),) = seen
+    assert to == 1
+    assert all(map(torch.equal, found, tensors))
+    assert body.extra == [7, "extra"]
+    assert pack([1, 2], route, codec.encode).body.extra is None
+
+
+# --- without pickle -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [Point(1, 2), Colour.RED, np.arange(3), print, [object()], 2**64, "\ud800"], ids=repr)
+def test_without_pickle_only_plain_data_go_out(value):
+    with pytest.raises(SerializationError, match=rf"type {type(value).__qualname__} without pickle \(allow_pickle=False\)"):
+        trip(value, allow_pickle=False)
+
+
+def test_without_pickle_tensors_go_out():
+    done = trip({"x": [torch.ones(2), torch.nn.Parameter(torch.ones(20_000))]}, allow_pickle=False)
+    assert torch.equal(done.value["x"][0], torch.ones(2))
+
+
+def test_without_pickle_no_pickle_comes_in():
+    parcel = pack(Point(1, 2), Route(1), codec.encode)
+    with pytest.raises(SerializationError, match=r"takes none \(allow_pickle=False\)"):
+        receive(parcel.body, [], allow_pickle=False)
+
+
+# --- malformed trees ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        [],
+        ["x"],
+        [None],
+        [[0]],
+        [-1],
+        [999],
+        [0, [999]],
+        [2, 1],  # a key without a value
+        [2, [0], 1],  # a list for a key
+        [3, [0]],
+        [4, [2]],
+        [5],
+        [5, 0],
+        [5, "0"],
+        [6, 0],
+        [7],
+        [7, "1", "2"],
+        [8, 999],
+        [8, 1.5],
+        [9, "nowhere"],
+        [9, None],
+        [10, "x"],
+        [11],
+        [11, 10**12],  # as many zeros
+        [11, "text"],
+        [12],
+        [12, 1, 2, 3, 4],
+        [14, 1, 2, 0],
+        [14, 1.5],
+        [15],
+    ],
+    ids=repr,
+)
+def test_malformed_trees_are_refused(tree):
+    with pytest.raises(SerializationError, match="node"):
+        unpack(Body(tree), [], (), (), False)
+
+
+def test_a_tree_nested_without_end_is_refused():
+    tree: list[Any] = [0]
+    for _ in range(50_000):
+        tree = [0, tree]
+    with pytest.raises(SerializationError, match="RecursionError"):
+        unpack(Body(tree), [], (), (), False)
+    while len(tree) > 1:
+        tree = tree.pop()
+
+
+@pytest.mark.parametrize(
+    ("body", "buffers"),
+    [
+        (Body(pickle=5), []),
+        (Body(pickle=0), [b""]),
+        (Body(pickle=0), [7]),
+        (Body(pickle=0, pickle_buffers=(3,)), [pickle.dumps(1)]),
+    ],
+)
+def test_malformed_pickles_are_refused(body, buffers):
+    with pytest.raises(SerializationError):
+        unpack(body, buffers, (), (), True)
+
+
+# --- fuzz -----------------------------------------------------------------------------------------------------------
+
+
+class Canary:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.mkdir, (self.path,))
+
+
+@pytest.fixture(scope="module")
+def canary(tmp_path_factory):
+    """A pickle that would make a directory, and proof that it would; then the test that nobody ran it."""
+    path = str(tmp_path_factory.mktemp("canary") / "sang")
+    pickled = pickle.dumps(Canary(path), 5)
+    pickle.loads(pickled)
+    os.rmdir(path)
+    yield pickled
+    assert not os.path.exists(path), "a pickle was run although pickle is switched off"
+
+
+def take_in(body, streamed=()):
+    """As the agent does it, of a worker without pickle."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    try:
+        buffers = codec.complete(body, list(streamed), [])
+        tensors = values.tensors_of(body, buffers)
+        values.unpack(body, buffers, (), tensors, False)
+    except TelegradError:
+        pass
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 << 10, "256 MiB for a few bytes"
+
+
+nodes = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 16) | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5)
+    | st.binary(max_size=5) | st.sampled_from(["cpu", "cuda:0", "builtins:eval"]),
+    lambda inner: st.tuples(st.integers(-1, 16), st.lists(inner, max_size=4)).map(lambda node: [node[0], *node[1]]),
+    max_leaves=12,
+)  # fmt: skip
+
+
+@given(nodes, st.integers(-2, 3), st.lists(st.integers(-1, 3), max_size=2).map(tuple), st.booleans())
+@settings(max_examples=FUZZ_EXAMPLES)
+def test_fuzz_trees(canary, tree, index, pickle_buffers, with_tensor):
+    tensors = (TensorMeta(0, (1,), 1),) if with_tensor else ()
+    body = Body(tree, index, pickle_buffers, (bytearray(canary), bytearray(4)), tensors)
+    try:
+        body = codec.decode(codec.encode(Reply(1, body))).body
+    except TelegradError:
+        return
+    take_in(body)
+
+
+@functools.cache
+def parcels(pickled):
+    """Bodies of plain data, and one that holds the canary where a pickle belongs."""
+    parts = [[1, {"a": (2.5, None), "b": {1, 2}}], [torch.ones(2), torch.ones(3, 4).t(), slice(1, 2)], list(PLAIN)]
+    bodies = [pack(part, Route(1), codec.encode).body for part in parts]
+    bodies.append(Body(None, 0, (), (pickled,)))
+    bodies.append(Body([0, pickled], -1, (0,), (pickled, 5)))
+    return [codec.encode(Reply(1, body)) for body in bodies]
+
+
+@given(
+    st.integers(0, 4),
+    st.lists(st.tuples(st.integers(0, 2_000), st.integers(0, 255)), max_size=5),
+    st.lists(st.binary(max_size=20), max_size=2),
+)
+@settings(max_examples=FUZZ_EXAMPLES)
+def test_fuzz_mutated_bodies(canary, which, edits, streamed):
+    data = bytearray(parcels(canary)[which])
+    for position, byte in edits:
+        data[position % len(data)] = byte
+    try:
+        message = codec.decode(data)
+    except TelegradError:
+        return
+    if isinstance(getattr(message, "body", None), Body):
+        take_in(message.body, streamed)
+
+
+@given(st.binary(max_size=60))
+@settings(max_examples=FUZZ_EXAMPLES)
+def test_fuzz_random_trees(canary, data):
+    try:
+        tree = msgspec.msgpack.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
+        return
+    take_in(Body(tree, -1, (), (bytearray(canary),)))
+
+
+def test_a_frame_is_made_of_the_parcel():
+    assert frame_of(pack(1, Route(1), codec.encode)).startswith(b"tgr\x01")
