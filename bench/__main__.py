@@ -23,6 +23,7 @@ from bench.verdict import judge
 __all__ = ["main"]
 
 _RESULTS = Path(__file__).resolve().parent / "results"
+_README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (arguments.out / "latest.json").write_text(text + "\n")
         (arguments.out / "latest.md").write_text(markdown.page(machine, verdict))
         picture.draw(arguments.out / "latest.png", machine, verdict)
+        if arguments.out == _RESULTS and arguments.complete and not verdict.failures:
+            _README.write_text(markdown.replace_block(_README.read_text(), markdown.block(machine, verdict)))
     else:
         console.print("[dim]A partial run: nothing was written. Give --out DIR to keep it.[/dim]")
     if verdict.failures:
@@ -71,10 +74,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a side's start, and for a row (60)")
     parser.add_argument("--budget", type=float, default=300.0, help="start no round that would end after this (300 s)")
     arguments = parser.parse_args(argv)
-    complete = not (arguments.quick or arguments.only or arguments.rows)
+    arguments.complete = not (arguments.quick or arguments.only or arguments.rows)
     if arguments.rows is None:
         arguments.rows = [row for row in ROWS.values() if row.quick or not arguments.quick]
-    if arguments.out is None and complete:
+    if arguments.out is None and arguments.complete:
         arguments.out = _RESULTS  # what is committed is always a whole run
     return arguments
 

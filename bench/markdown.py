@@ -1,4 +1,4 @@
-"""The verdict as a Markdown page, to be committed next to the code that it judges."""
+"""The verdict as a Markdown page, to be committed next to the code that it judges, and as a block of the README."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from bench.machine import Machine
 from bench.table import LIMIT_HEADINGS, SPEED_HEADINGS, limit_cells, notes, speed_cells
 from bench.verdict import Verdict
 
-__all__ = ["page"]
+__all__ = ["BEGIN", "END", "block", "page", "replace_block"]
+
+BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
+_README_COLUMNS = 7  # the first ones of the table of speed-ups: floors, goals and marks are for developers
 
 
 def page(machine: Machine, verdict: Verdict) -> str:
@@ -21,6 +24,22 @@ def page(machine: Machine, verdict: Verdict) -> str:
     ]
     blocks += [f"Failed: {failure.side} in {failure.row}; the row is not complete." for failure in verdict.failures]
     return "\n\n".join(blocks) + "\n"
+
+
+def block(machine: Machine, verdict: Verdict) -> str:
+    """What the README shows of it."""
+    table = _table(SPEED_HEADINGS[:_README_COLUMNS], [speed_cells(line)[:_README_COLUMNS] for line in verdict.lines])
+    how, tails, _ = notes(verdict)
+    return f"{table}\n\n{machine}. {how} {tails} More in [bench/results/latest.md](bench/results/latest.md)."
+
+
+def replace_block(readme: str, text: str) -> str:
+    """The README with another text between its marks."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the README has no {BEGIN} followed by {END}")
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
 def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

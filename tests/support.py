@@ -61,18 +61,18 @@ def pass_through(gate: Gate, result: Any = None) -> Any:
     return result
 
 
-def forget_handles() -> None:
-    """Exceptions and their tracebacks may still hold handles in cycles."""
+def _empty(worker: Worker) -> bool:
+    """An exception of a test may hold handles in a cycle with its traceback, and come into being only just now."""
     gc.collect()
+    return worker.references.wait_empty(0.1)
 
 
 def assert_no_references(workers: Iterable[Worker]) -> None:
     """Nobody holds, owns, expects or remembers any reference."""
-    forget_handles()
     for worker in workers:
         if worker.closed:
             continue
-        assert worker.references.wait_empty(PATIENCE), f"leaked: {worker.references!r}"
+        assert eventually(lambda worker=worker: _empty(worker)), f"leaked: {worker.references!r}"
         assert eventually(lambda worker=worker: not worker.references.broken), worker.references.broken
         worker.references.ledger.validate()
         assert eventually(lambda worker=worker: worker.agent.unacknowledged == 0)

@@ -187,7 +187,7 @@ def test_a_name_that_can_be_no_module(name):
 def test_a_module_that_raises_while_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "broken_module.py").write_text("1 / 0")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SerializationError, match="broken_module.*ZeroDivisionError"):
+    with pytest.raises(SerializationError, match=r"broken_module.*ZeroDivisionError"):
         resolve("broken_module:f", True)
 
 

@@ -1,4 +1,4 @@
-"""Headers: every message comes back as it was, and bytes that are no message raise ProtocolError and do nothing else."""
+"""Headers: every message comes back as it was; bytes that are no message raise ProtocolError and do nothing else."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_trip import FUZZ_EXAMPLES
 
 from telegrad.errors import ProtocolError
 from telegrad.ids import GlobalId
 from telegrad.wire import codec, messages
 from telegrad.wire.messages import Body, Call, Failure, InPeer, Note, Ping, Reply, TensorMeta
+from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)
 PAYLOADS = typing.get_args(messages.NotePayload)

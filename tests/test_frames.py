@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_trip import FUZZ_EXAMPLES, feed
 
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.wire import codec
 from telegrad.wire.frames import MAGIC, MAX_HEADER, PREFIX, FrameReader, prefix
 from telegrad.wire.messages import Body, Call, Goodbye, Ping, Reply, Taken
+from wire_trip import FUZZ_EXAMPLES, feed
 
 
 def reader(allocate=bytearray):

@@ -306,3 +306,46 @@ def test_a_forked_child_does_not_disturb_its_parent(rank: int) -> None:
             assert parent.run(rpc.rpc_sync, other_name, deeds.add, args=(1, 2)) == 3
             assert other.run(rpc.rpc_sync, name, deeds.add, args=(1, 2)) == 3
         assert torch.equal(parent.run(rpc.rpc_sync, other_name, deeds.filled, args=(MB, 3)), deeds.filled(MB, 3))
+
+
+def test_the_death_of_a_worker_is_noticed_though_its_forked_children_live() -> None:
+    """They inherit its sockets, and as long as anybody holds a socket open its peer sees no end."""
+    with puppets(2) as cast:
+        join(cast)
+        dying, waiting = cast
+        waiting.run(rpc.rpc_sync, "worker0", deeds.nothing)
+        dying.run(rpc.rpc_sync, "worker1", deeds.nothing)
+        child = dying.run(deeds.fork_and_stay)
+        try:
+            pending = waiting.start(deeds.outcome, rpc.rpc_sync, "worker0", deeds.wait_forever, timeout=0)
+            time.sleep(0.2)
+            start = time.monotonic()
+            dying.kill()
+            kind, _, _ = pending.result(20)
+            assert kind == "WorkerLostError"
+            assert time.monotonic() - start < 1.0
+            leave([waiting], 10)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_message_that_takes_longer_than_the_heartbeat_is_no_silence(transport: str) -> None:
+    with puppets(2) as cast:
+        for puppet in cast:
+            puppet.run(deeds.close_lanes)
+        join(cast, transports=(transport,), heartbeat=0.5)
+        cast[0].run(deeds.big_message, "worker1", 600 * MB)
+        assert "lost" not in cast[0].log() + cast[1].log()
+        leave(cast)
+
+
+def test_thirty_two_processes_call_each_other() -> None:
+    names = [f"worker{rank}" for rank in range(32)]
+    with puppets(32) as cast:
+        start = time.monotonic()
+        join(cast, timeout=60)
+        for one in [puppet.start(deeds.call_all, names) for puppet in cast]:
+            assert one.result(60) == 32
+        leave(cast, 60)
+        print(f"32 processes: {time.monotonic() - start:.1f} s")

@@ -13,12 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_trip import FUZZ_EXAMPLES, trip
 
 from telegrad.errors import SerializationError, TelegradError, UsageError
 from telegrad.wire import codec, tensors, values
 from telegrad.wire.messages import Body, Reply, TensorMeta
 from telegrad.wire.tensors import DTYPE_CODES, INLINE_LIMIT, Packed, in_table, no_device_map
+from wire_trip import FUZZ_EXAMPLES, trip
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)} - QUANTIZED, key=str)
@@ -83,7 +83,6 @@ def test_every_dtype_with_strides(dtype):
 
 
 def test_what_comes_is_writable_and_ones_own():
-    sent = torch.arange(4.0)
     for size in (4, 10_000):
         sent = torch.arange(float(size))
         got = trip(sent).value
@@ -225,7 +224,7 @@ def test_sparse(layout, big):
     assert done.value.layout is sent.layout
     assert done.value.shape == sent.shape
     assert torch.equal(done.value.to_dense(), dense)
-    assert done.ways == ({"stream", "inline"} if big and layout in ("csr", "csc") else done.ways)
+    assert ("stream" in done.ways) == big
 
 
 @pytest.mark.parametrize("coalesced", [True, False])
@@ -348,7 +347,9 @@ def test_overlapping_views_overlap_there_too(size, lane_limit):
 
 def test_aliases_of_different_dtypes():
     base = torch.arange(8, dtype=torch.float64)
-    number, bits, raw, half = trip([base[2:6], base.view(torch.int64)[4:7], base.view(torch.uint8)[9:39], base[1]]).value
+    number, bits, raw, half = trip(
+        [base[2:6], base.view(torch.int64)[4:7], base.view(torch.uint8)[9:39], base[1]]
+    ).value
     assert_same(number, base[2:6])
     assert_same(bits, base.view(torch.int64)[4:7])
     assert_same(raw, base.view(torch.uint8)[9:39])
@@ -409,7 +410,15 @@ def test_empty_views_beside_full_ones():
 @quiet_sparse
 def test_mixed_company():
     base = torch.arange(12.0).reshape(3, 4)
-    sent = [base, base.t(), torch.empty(2, device="meta"), base.to_sparse(), base.to_sparse_csr(), torch.ones(0), base[1]]
+    sent = [
+        base,
+        base.t(),
+        torch.empty(2, device="meta"),
+        base.to_sparse(),
+        base.to_sparse_csr(),
+        torch.ones(0),
+        base[1],
+    ]
     got = trip(sent).value
     assert torch.equal(got[0], base)
     assert torch.equal(got[1], base.t())
@@ -432,14 +441,16 @@ def test_small_middle_and_big_buffers(size, way):
     sent = random_tensor(torch.uint8, size)
     done = assert_trip(sent, lane_limit=100_000)
     assert done.ways == {way}
-    assert done.parcel.stays == (way == "lane")
+    assert done.parcel.stays == (size if way == "lane" else 0)
 
 
 def test_without_a_lane_the_biggest_go_by_stream():
     assert assert_trip(torch.zeros(100_000)).ways == {"stream"}
 
 
-@pytest.mark.parametrize("view", [BASE.t(), torch.rand(300, 400)[5:, ::3], torch.randn(400, dtype=torch.complex64).conj()])
+@pytest.mark.parametrize(
+    "view", [BASE.t(), torch.rand(300, 400)[5:, ::3], torch.randn(400, dtype=torch.complex64).conj()]
+)
 def test_views_by_the_lane(view):
     done = trip(view, lane_limit=1)
     assert done.ways <= {"lane", "inline"}
@@ -481,7 +492,9 @@ def test_any_strides(sent):
     assert done.bytes_sent <= sent.numel() * sent.itemsize
 
 
-@given(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60), st.sampled_from(PLAIN_DTYPES)), min_size=2, max_size=5))
+@given(
+    st.lists(st.tuples(st.integers(0, 200), st.integers(0, 60), st.sampled_from(PLAIN_DTYPES)), min_size=2, max_size=5)
+)
 @settings(max_examples=200)
 def test_any_overlaps(pieces):
     """Pieces of one storage come back equal, and alias exactly where they did."""
@@ -549,6 +562,11 @@ MALFORMED = {
     "buffer that is not there, strided": TensorMeta(FLOAT, (1,), 9, (1,)),
     "unknown dtype": TensorMeta(999, (1,), 0),
     "negative dtype": TensorMeta(-1, (1,), 0),
+    "quantised, but strided": TensorMeta(QINT8, (4,), 0),
+    "quantised, but strided, by strides": TensorMeta(QINT8, (4,), 0, (1,)),
+    "quantised, but strided, below a byte": TensorMeta(DTYPE_CODES[torch.quint4x2], (4,), 0),
+    "quantised, but empty": TensorMeta(QINT8, (0,), 2),
+    "quantised, but meta": TensorMeta(QINT8, (4,), -1, (1,), 0, 0, META),
     "unknown layout": TensorMeta(FLOAT, (1,), 0, None, 0, 0, 99),
     "negative layout": TensorMeta(FLOAT, (1,), 0, None, 0, 0, -1),
     "gradient of integers": TensorMeta(LONG, (1,), 0, None, 0, 1),
@@ -566,6 +584,7 @@ MALFORMED = {
     "coo, values repeated": composite(
         COO, (9, 300), TensorMeta(LONG, (2, 2**40), 0, (1, 0)), TensorMeta(FLOAT, (2**40,), 1, (0,))
     ),
+    "coo of meta": composite(COO, (9, 9), LONGS, TensorMeta(FLOAT, (1,), -1, (1,), 0, 0, META)),
     "csr without layout": composite(COMPRESSED, (1, 300), ONE_LONG, ONE_LONG, FLOATS),
     "csr with bad layout": composite(COMPRESSED, (1, 300), ONE_LONG, ONE_LONG, FLOATS, scalars=(7.0,)),
     "csr, nan layout": composite(COMPRESSED, (1, 300), ONE_LONG, ONE_LONG, FLOATS, scalars=(math.nan,)),

@@ -1,0 +1,56 @@
+"""Distributed autograd for PyTorch: call functions on other machines, and run one backward through all of them.
+
+What a program uses::
+
+    from telegrad import rpc      # init_rpc, rpc_sync, rpc_async, remote, RRef, shutdown: torch.distributed.rpc's names
+    from telegrad import errors   # what all of this may raise
+    from telegrad import testing  # many workers in one process, and declared faults
+
+What it is made of; a module imports only what stands above it::
+
+    errors, ids     the exception tree; the ids of workers, calls and references
+    wire/           messages, and how they and the values in them become bytes
+    transport/      sockets, TLS, who may talk, receive memory, the same-host lane
+    agent/          threads, links, calls: one worker's traffic, whatever it is about
+    current         which worker the running code belongs to
+    rref/           references to values on other workers
+    worker          one worker, put together
+    rpc/            the public functions, the options, how the workers of a job find each other
+    testing/        workers in one process
+    launch, cli     the ``telegrad`` command (with lines, process); demo shows it all
+
+Autograd, the optimizer and remote modules will stand between ``rref`` and ``worker``; they are not here yet.
+``docs/design.md`` tells how it works.
+
+Nothing is imported before it is used, so that the ``telegrad`` command starts without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from telegrad import errors as errors
+    from telegrad import rpc as rpc
+    from telegrad import testing as testing
+
+    __version__: str
+
+__all__ = ["__version__", "errors", "rpc", "testing"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        try:
+            return importlib.metadata.version("telegrad")
+        except importlib.metadata.PackageNotFoundError:
+            return "0+unknown"  # running from a source tree
+    if name in __all__:
+        return importlib.import_module(f"telegrad.{name}")
+    raise AttributeError(f"module 'telegrad' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -51,6 +51,17 @@ def clear_process_worker(worker: Worker) -> None:
             _of_process.remove(worker)
 
 
+def forget_all() -> list[Worker]:
+    """In a forked child, where another thread of the parent may have held the lock: nobody is a worker any more."""
+    global _lock
+    _lock = threading.Lock()
+    here = _here.get()
+    forgotten = [*_of_process, *([here] if here is not None and here not in _of_process else [])]
+    _of_process.clear()
+    _here.set(None)
+    return forgotten
+
+
 def adopt(worker: Worker) -> None:
     """The calling thread belongs to that worker from now on."""
     _here.set(worker)

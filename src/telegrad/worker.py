@@ -14,11 +14,11 @@ from telegrad.agent.barrier import BarrierLeader, go_round
 from telegrad.agent.calls import Waiting
 from telegrad.agent.execution import run_call
 from telegrad.agent.futures import Future
-from telegrad.agent.link import Link
+from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.memory import Direct, connect
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.current import adopt
-from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError
+from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
 from telegrad.rref.rref import RRef, handle, receive_handle
@@ -57,6 +57,7 @@ class Worker:
         self.references.worker = self
         self._leader = BarrierLeader(self.agent)
         self._on_close: list[Callable[[], None]] = []
+        self.on_fork: list[Callable[[], None]] = []  # what to do in a forked child
         self.keep: tuple[Any, ...] = ()  # what must live as long as the worker
         self.closed = False
         self.add_peer(me)
@@ -145,7 +146,10 @@ class Worker:
         timeout: float = UNSET_TIMEOUT,
     ) -> Future:
         future = Future()
-        self._start(to, func, args, kwargs, timeout, future)
+        try:
+            self._start(to, func, args, kwargs, timeout, future)
+        except (WorkerLostError, RpcTimeoutError) as error:
+            future.set_exception(error)  # as if it had been lost a moment later
         return future
 
     def _start(
@@ -294,6 +298,19 @@ class Worker:
         for action in self._on_close:
             action()
         self.agent.close()
+
+    def disown(self) -> None:
+        """In a forked child: ends without a word, and without touching what the parent goes on to use.
+
+        Descriptors are closed, for as long as anybody holds one its peers do not notice the parent's death.
+        """
+        self.closed = self.agent.closing = True
+        for peer in self.agent.peers:
+            for link in peer.links:
+                if isinstance(link, StreamLink):
+                    link.disown()
+        for disown in self.on_fork:
+            disown()
 
     def __repr__(self) -> str:
         lost = [peer.name for peer in self.agent.peers if peer.state is PeerState.LOST]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 import multiprocessing
 import os
+import random
 import signal
+import socket
 import threading
 import time
 from typing import Any
@@ -16,7 +19,7 @@ import torch
 
 from telegrad import rpc
 from telegrad.current import current_worker
-from telegrad.errors import NotInitializedError, TelegradError
+from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError
 
 # --- called ---------------------------------------------------------------------------------------------------------
 
@@ -316,6 +319,16 @@ def fork_and_exit(how: str) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def fork_and_stay() -> int:
+    """Forks a child that lives on; its process id."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(60)
+        signal.pause()
+        os._exit(0)
+    return pid
+
+
 def _use_after_fork(reference: Any) -> int:
     """A child is no worker: all that it may get is a clear error."""
     for action in (
@@ -349,3 +362,128 @@ def cycle(rank: int, world_size: int, init_method: str, times: int) -> tuple[lis
         threads.append(alive)
         open_files.append(files)
     return threads, open_files, descriptors()
+
+
+def serve_once(host: str, port: int) -> bytes:
+    with socket.create_server((host, port)) as server:
+        server.settimeout(10)
+        conn, _ = server.accept()
+        with conn:
+            conn.settimeout(10)
+            return conn.recv(1000)
+
+
+def send_plain(host: str, port: int, data: bytes) -> None:
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            with socket.create_connection((host, port), 10) as sock:
+                sock.sendall(data)
+                return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+# --- for a long time --------------------------------------------------------------------------------------------------
+
+
+def call_and_measure(to: str, warm_up: int, count: int) -> dict[str, list[tuple[int, int, int]]]:
+    """Memory, threads and descriptors here and there, before and after many calls of several kinds."""
+
+    _mixed_calls(to, warm_up)
+    before = [resources(), rpc.rpc_sync(to, resources)]
+    _mixed_calls(to, count)
+    after = [resources(), rpc.rpc_sync(to, resources)]
+    return {"here": [before[0], after[0]], "there": [before[1], after[1]]}
+
+
+def _mixed_calls(to: str, count: int) -> None:
+    tensor = torch.arange(64.0)
+    for turn in range(count // 100):
+        for number in range(40):
+            assert rpc.rpc_sync(to, add, args=(number, turn)) == number + turn
+        for _ in range(10):
+            assert rpc.rpc_sync(to, add, args=(tensor, 1))[1] == 2
+        pending = [rpc.rpc_async(to, echo, args=({"turn": turn},)) for _ in range(40)]
+        assert all(one.wait()["turn"] == turn for one in pending)
+        counter = rpc.remote(to, Counter)
+        assert [counter.rpc_sync().add(1) for _ in range(8)] == list(range(1, 9))
+        try:
+            rpc.rpc_sync(to, fail, args=(turn,))
+        except Unlucky:
+            pass
+
+
+def big_message(to: str, size: int) -> tuple[float, float]:
+    """Sends a tensor of that many bytes and gets one; the seconds each way."""
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor[-1], tensor[size // 2] = 7, 5
+    start = time.monotonic()
+    assert rpc.rpc_sync(to, ends_of, args=(tensor,), timeout=0) == (size, 0, 5, 7)
+    there = time.monotonic() - start
+    del tensor
+    gc.collect()
+    start = time.monotonic()
+    back = rpc.rpc_sync(to, big_tensor, args=(size,), timeout=0)
+    seconds = time.monotonic() - start
+    assert ends_of(back) == (size, 0, 5, 7)
+    return there, seconds
+
+
+def ends_of(tensor: torch.Tensor) -> tuple[int, int, int, int]:
+    return tensor.numel(), int(tensor[0]), int(tensor[tensor.numel() // 2]), int(tensor[-1])
+
+
+def big_tensor(size: int) -> torch.Tensor:
+    tensor = torch.zeros(size, dtype=torch.uint8)
+    tensor[-1], tensor[size // 2] = 7, 5
+    return tensor
+
+
+def soak(me: int, world_size: int, seconds: float, seed: int) -> dict[str, int]:
+    """Random calls, references, errors and timeouts, to random workers; how many of each."""
+    dice = random.Random(seed)
+    done: collections.Counter[str] = collections.Counter()
+    kept: list[Any] = []
+    deadline = time.monotonic() + seconds
+    names = [f"worker{rank}" for rank in range(world_size)]
+    while time.monotonic() < deadline:
+        to, other = dice.choice(names), dice.choice(names)
+        what = dice.choice(["call", "burst", "tensor", "big", "reference", "keep", "error", "timeout", "forward"])
+        done[what] += 1
+        if what == "call":
+            assert rpc.rpc_sync(to, add, args=(1, me)) == 1 + me
+        elif what == "burst":
+            pending = [rpc.rpc_async(name, add, args=(number, me)) for number in range(20) for name in names]
+            assert [one.wait() for one in pending[:: len(names)]] == [number + me for number in range(20)]
+            for one in pending:
+                one.wait()
+        elif what == "tensor":
+            value = dice.randrange(200)
+            assert bool((rpc.rpc_sync(to, filled, args=(dice.randrange(1, 100_000), value)) == value).all())
+        elif what == "big":
+            size, value = dice.randrange(300_000, 3_000_000), dice.randrange(200)
+            assert bool((rpc.rpc_sync(to, add, args=(filled(size, value), 1)) == value + 1).all())
+        elif what == "reference":
+            assert use_references(to, other) == 16
+        elif what == "keep":
+            kept.append(rpc.remote(to, Counter, args=(me,)))
+            if len(kept) > 20:
+                kept.pop(dice.randrange(len(kept)))
+            assert dice.choice(kept).rpc_sync().add(0) >= 0
+        elif what == "error":
+            try:
+                rpc.rpc_sync(to, fail, args=(me,))
+            except Unlucky as error:
+                assert error.number == me  # noqa: PT017
+        elif what == "timeout":
+            try:
+                rpc.rpc_sync(to, wait_forever, args=(0.05,), timeout=dice.choice([0.001, 0.02, 0.05]))
+            except RpcTimeoutError:
+                done["timed out"] += 1
+        else:
+            assert rpc.rpc_sync(to, forward, args=(other, add, (1, 2))) == 3
+    kept.clear()
+    return dict(done)

@@ -1,13 +1,12 @@
 """Runs what a test tells it, in a process of its own.
 
 To import torch costs more than a second of CPU, so one process, the nursery, does it once and then forks a puppet for
-each message that comes on its standard input, a socket.  A puppet is an ordinary process: nothing of telegrad runs in the
-nursery, and each puppet calls ``init_rpc`` itself.
+each message that comes on its standard input, a socket.  A puppet is an ordinary process: nothing of telegrad runs in
+the nursery, and each puppet calls ``init_rpc`` itself.
 """
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -22,21 +21,13 @@ from typing import Any
 
 import numpy  # noqa: F401 (so that no puppet has to)
 import torch
-import torch.distributed  # noqa: F401
+import torch.distributed
 
 import telegrad.rpc  # noqa: F401
+from programs import exported  # noqa: F401
 from programs.deeds import EndOfChild
+from programs.puppet_tools import enter_namespace
 from telegrad.process import end_with
-
-CLONE_NEWNET = 0x40000000
-
-
-def enter_namespace(name: str) -> None:
-    """Moves this process, which has one thread still, to another network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/run/netns/{name}") as file:
-        if libc.setns(file.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter network namespace {name}")
 
 
 def play(conn: Connection, setting: dict[str, Any]) -> None:

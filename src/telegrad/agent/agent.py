@@ -24,7 +24,7 @@ from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
 from telegrad.agent.notes import Inbox, Outbox
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
-from telegrad.agent.pool import Pool, Work
+from telegrad.agent.pool import Pool, UserCall, Work
 from telegrad.errors import RpcTimeoutError, TelegradError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.transport.buffers import BufferPool
@@ -32,6 +32,7 @@ from telegrad.wire import codec, values
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     Body,
+    Call,
     Failure,
     Goodbye,
     InPeer,
@@ -42,6 +43,7 @@ from telegrad.wire.messages import (
     NotePayload,
     Ping,
     Pong,
+    RemoteCall,
     Reply,
     RRefFork,
     Taken,
@@ -65,12 +67,13 @@ class AgentOptions:
 class Ticket:
     """Where the outcome of one call arrives.  Plain slots and a lock: a ``threading.Event`` costs 3 us more a call."""
 
-    __slots__ = ("future", "gate", "link", "outcome")
+    __slots__ = ("future", "gate", "helped", "link", "outcome")
 
     def __init__(self, link: Link, future: Future | None) -> None:
         self.link = link
         self.future = future
         self.outcome: Frame | TelegradError | None = None
+        self.helped = False  # the thread that waits for the future will complete it
         self.gate = threading.Lock()
         self.gate.acquire()
 
@@ -96,7 +99,7 @@ class Agent:
         self.lost_handlers: list[Callable[[int], None]] = []
         self.incoming: Incoming | None = None
         self.make_reference: Callable[[RRefFork], Any] = _no_references
-        self.find_record: Callable[[str], WorkerRecord | None] = lambda name: None
+        self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
         self.closing = False
         self.started_calls = 0
         self._dial = dial
@@ -121,8 +124,9 @@ class Agent:
         """The peer of that name or id."""
         peer = self._names.get(to) if isinstance(to, str) else self._peers.get(to)
         if peer is None:
-            if isinstance(to, str) and self.find_record(to) is not None:
-                return self._names[to]
+            record = self.find_record(to)
+            if record is not None:
+                return self._peers[record.worker_id]
             known = ", ".join(sorted(self._names))
             raise UnknownWorkerError(f"no worker {to!r} in this job; it has {known}")
         return peer
@@ -137,14 +141,14 @@ class Agent:
         if link is not None:
             return link
         if peer.state is not PeerState.KNOWN:
-            raise self._gone(peer, "was asked for nothing")
+            raise self._gone(peer)
         with peer.dialling:
             if peer.link is None:
                 try:
                     peer.link = self._dial(self, peer)
-                except (ConnectionError, FileNotFoundError) as error:
+                except (ConnectionError, FileNotFoundError, RpcTimeoutError) as error:  # silent is lost, here as later
                     self.peer_gone(peer, PeerState.LOST, f"cannot connect to it: {error}")
-                    raise self._gone(peer, "could be reached") from error
+                    raise self._gone(peer) from error
                 self._greet(peer, peer.link)
             return peer.link
 
@@ -164,10 +168,11 @@ class Agent:
         ):
             link.send(LaneOpen())
 
-    def _gone(self, peer: Peer, before: str) -> WorkerLostError:
+    def _gone(self, peer: Peer, unanswered: str = "") -> WorkerLostError:
         verb = "has shut down" if peer.state is PeerState.LEFT else "is lost"
         reason = f" ({peer.reason})" if peer.reason else ""
-        return WorkerLostError(f"worker {peer.name!r} {verb}{reason} before it {before}")
+        what = f" and will not answer {unanswered}" if unanswered else " and cannot be called"
+        return WorkerLostError(f"worker {peer.name!r} {verb}{reason}{what}")
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -220,8 +225,17 @@ class Agent:
             ticket.link.help_read(ticket.settled, waiting.deadline)
 
     def _help_future(self, waiting: Waiting[Ticket], wait: Callable[[], Any]) -> Any:
-        """As ``_help``; then waits for the future, in a way that the pool can see."""
+        """As ``_help``, then waits for the future in a way that the pool can see.
+
+        An answer that is read meanwhile completes the future here, with no hop to another thread.
+        """
+        ticket = waiting.ticket
+        ticket.helped = True
         self._help(waiting)
+        ticket.helped = False
+        # Whoever settles it sets the outcome first and looks at ``helped`` then: one of the two sees the other.
+        if ticket.outcome is not None:
+            self._complete(ticket, None)
         if self.pool.runs_here():
             with self.pool.blocked():
                 return wait()
@@ -261,7 +275,8 @@ class Agent:
     def _complete(self, ticket: Ticket, _: Any) -> None:
         """Settles a future, on a thread that may run its callbacks."""
         future = ticket.future
-        assert future is not None
+        if future is None or not ticket.gate.acquire(blocking=False):
+            return  # another thread completes it
         future._help = None
         try:
             value = self._result(ticket)
@@ -274,7 +289,7 @@ class Agent:
         """Hands an outcome over; what is left to do when a future with callbacks waits for it."""
         ticket.outcome = outcome
         ticket.gate.release()
-        return (self._complete, ticket, None) if ticket.future is not None else None
+        return (self._complete, ticket, None) if ticket.future is not None and not ticket.helped else None
 
     # --- what comes in ------------------------------------------------------------------------------------------
 
@@ -297,6 +312,10 @@ class Agent:
                     self._outbox.acknowledged(link.peer_id, message.seq)  # type: ignore[union-attr]
             elif kind is LaneOpen:
                 link.lane_open = True
+            elif kind is Goodbye:
+                self._peer_left(link)  # at once: the end of the connection may be seen next, and is no loss then
+            elif kind is Call or kind is RemoteCall:
+                work.append(UserCall((self.handlers[kind], link, frame)))
             elif kind is not Pong:
                 work.append((self._handle, link, frame))
         return work
@@ -308,8 +327,6 @@ class Agent:
             link.send(Pong())
         elif kind is Note:
             self._take_note(link, message)  # type: ignore[arg-type]
-        elif kind is Goodbye:
-            self._peer_left(link)
         else:
             self.handlers[kind](link, frame)
 
@@ -442,7 +459,7 @@ class Agent:
     def _fail_calls(self, peer: Peer, link: Link | None = None) -> None:
         """Ends the calls that this peer will never answer: all, or those on one link."""
         for waiting in self.calls.lost(peer.id, lambda ticket: link is None or ticket.link is link):
-            work = self._settle(waiting.ticket, self._gone(peer, f"answered {waiting.what}"))
+            work = self._settle(waiting.ticket, self._gone(peer, waiting.what))
             if work is not None and self.closing:
                 self._complete(waiting.ticket, None)  # the pool runs nothing any more
             elif work is not None:

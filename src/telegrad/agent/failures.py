@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from telegrad.errors import RemoteError
 from telegrad.wire.callables import exception_type
 from telegrad.wire.messages import Failure
 from telegrad.wire.values import EMPTY_PARCEL, Parcel
 
+E = TypeVar("E", bound=BaseException)
+
 _LONGEST_TEXT = 64 << 10
+_STORY = "_telegrad_story"
 
 
 def failure_of(
@@ -19,7 +22,7 @@ def failure_of(
 ) -> tuple[Failure, Sequence[memoryview]]:
     """The message that carries an exception to the caller."""
     try:
-        parcel = pack((error.args, error.__dict__))
+        parcel = pack((error.args, {name: value for name, value in error.__dict__.items() if name != _STORY}))
     except Exception:
         parcel = EMPTY_PARCEL  # its type and text still go
     try:
@@ -27,9 +30,8 @@ def failure_of(
     except Exception:
         text = "(its text could not be made)"
     kind = type(error)
-    frames = traceback.format_exception(kind, error, _user_frames(error))
     failure = Failure(
-        call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean("".join(frames)), parcel.body
+        call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story_of(error)), parcel.body
     )
     return failure, parcel.stream
 
@@ -43,14 +45,26 @@ def _user_frames(error: BaseException) -> Any:
 
 
 def let_go_of_frames(error: BaseException) -> None:
-    """For an exception that is kept: it still says where it happened, but holds none of the values there."""
-    error.__traceback__ = _user_frames(error)
+    """For an exception that is kept: where it was raised becomes text.
+
+    A traceback holds its frames, these the frames that called them, and all of them their values: the arguments of a
+    call, the future that keeps the exception, ourselves.
+    """
+    error.__dict__[_STORY] = story_of(error)
+    forget_tracebacks(error)
+
+
+def forget_tracebacks(error: BaseException) -> None:
     each: BaseException | None = error
-    seen: set[int] = set()
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        traceback.clear_frames(each.__traceback__)
+    while each is not None and (each.__traceback__ is not None or each is error):
+        each.__traceback__ = None
         each = each.__cause__ or each.__context__
+
+
+def story_of(error: BaseException) -> str:
+    """The traceback as text, below our own frames."""
+    kept = error.__dict__.get(_STORY)
+    return kept or "".join(traceback.format_exception(type(error), error, _user_frames(error)))
 
 
 def _is_ours(module: str) -> bool:
@@ -76,10 +90,10 @@ def rebuild(failure: Failure, details: Any, allow_any: bool) -> Exception:
 
 def _rebuild_as(kind: type[BaseException], details: Any, text: str) -> Exception:
     args, attributes = details if details is not None else ((), {})
-    error = kind.__new__(kind, *args)  # not __init__: its signature is the user's
+    error = _blank(kind, args)
     error.args = args
     error.__dict__.update(attributes)
-    if kind.__str__ in (BaseException.__str__, KeyError.__str__):
+    if kind.__str__ is BaseException.__str__:  # a KeyError would print the text as one line, in quotes
         error.args = (text, *args[1:]) if len(args) <= 1 else (text,)
     else:
         error.add_note(text)
@@ -87,13 +101,29 @@ def _rebuild_as(kind: type[BaseException], details: Any, text: str) -> Exception
     return error
 
 
-def copy_of(error: Exception) -> Exception:
+def copy_of(error: E) -> E:
     """The same exception without its traceback; the very same where it cannot be copied."""
     try:
-        copy = type(error).__new__(type(error), *error.args)
+        copy = _blank(type(error), error.args)
         copy.args = error.args
         copy.__dict__.update(error.__dict__)
     except Exception:
         return error
     copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
     return copy
+
+
+_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+def _blank(kind: type[E], args: Any) -> E:
+    """An exception of that class without a call of ``__init__``, whose signature is the user's."""
+    try:
+        return kind.__new__(kind, *args)
+    except TypeError:
+        # With two built-in bases, as our own errors have, only the one that decides on the layout can make it.
+        base: Any = kind
+        while base.__flags__ & _MADE_IN_PYTHON:
+            base = base.__base__
+        made: E = base.__new__(kind, *args)
+        return made

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from telegrad.agent.failures import copy_of
+from telegrad.agent.failures import copy_of, forget_tracebacks
 
 
 class Future(torch.futures.Future[Any]):
@@ -27,7 +27,7 @@ class Future(torch.futures.Future[Any]):
     def set_exception(self, result: Any) -> None:
         """Each wait raises a copy: the traceback of the exception itself would hold the frames that wait, these the
         future, and the future the exception, in a circle through C++ that the garbage collector cannot see."""
-        result.__traceback__ = None
+        forget_tracebacks(result)
         self._set_unwrap_func(_raise_copy)
         self.set_result(result)
 

@@ -11,7 +11,7 @@ import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from telegrad.agent.pool import Pool, Work
@@ -26,6 +26,7 @@ from telegrad.wire.values import Parcel
 
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256
+_PIECE = 4 << 20  # of a big message: should take less than a heartbeat, even on a slow line
 
 
 class Link(Protocol):
@@ -33,7 +34,7 @@ class Link(Protocol):
 
     peer_id: int
     dialled: bool  # by this side
-    last_heard: float
+    last_heard: float  # when the peer, or its host, last gave a sign of life
     lane_open: bool  # the peer can read our memory
     held: dict[int, Parcel]  # whose memory the peer has yet to read, by token
 
@@ -129,7 +130,11 @@ class StreamLink:
         while outbox:
             head, stream = outbox.popleft()
             if stream:
-                self._stream.send([head, *stream])
+                for piece in _pieces([head, *stream]):
+                    self._stream.send(piece)
+                    self.last_heard = (
+                        time.monotonic()
+                    )  # its host takes our bytes; it cannot answer a ping before the end
                 continue
             if outbox:
                 parts, size = [head], len(head)
@@ -231,6 +236,30 @@ class StreamLink:
             self._stream.close()
         self.held.clear()
 
+    def disown(self) -> None:
+        """In a forked child: gives up this process's descriptor, and leaves the connection to the parent."""
+        self._closed = True
+        self._stream.disown()
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<StreamLink {'to' if self.dialled else 'from'} {self.peer_id}, {state}, {type(self._stream).__name__}>"
+
+
+def _pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:
+    """The same bytes, a few megabytes at a time."""
+    if sum(map(len, buffers)) <= _PIECE:
+        yield buffers
+        return
+    piece: list[bytes | memoryview] = []
+    room = _PIECE
+    for buffer in buffers:
+        rest = memoryview(buffer)
+        while rest:
+            piece.append(rest[:room])
+            rest, room = rest[room:], room - len(piece[-1])
+            if not room:
+                yield piece
+                piece, room = [], _PIECE
+    if piece:
+        yield piece

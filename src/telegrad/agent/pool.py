@@ -4,7 +4,8 @@ All idle threads wait in one epoll.  The kernel wakes one of them per readable c
 thread has read from it, so the thread can run what it read without a hop to another (10-30 us each).  The rules:
 
 1. Somebody is always waiting: a thread that starts to run something while no other is idle starts a new one first.
-2. At most ``limit`` threads run at once; a thread that waits for another worker does not count.
+2. Calls of users wait while ``limit`` threads run; a thread that waits for another worker does not count.  All other
+   work is begun even then, since what runs may be waiting for it.
 3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two
    threads are slower than one on short functions; when it makes no progress for a millisecond, others join in.
 4. If all that run are stuck (say, in a wait that we cannot see) while work is queued, the limit gives way.
@@ -19,6 +20,7 @@ import logging
 import os
 import select
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -26,6 +28,13 @@ from typing import Any, Protocol
 log = logging.getLogger("telegrad.agent")
 
 Work = tuple[Callable[[Any, Any], object], Any, Any]
+
+
+class UserCall(tuple[Callable[[Any, Any], object], Any, Any]):
+    """Work that runs a user's function, and so is subject to the limit."""
+
+    __slots__ = ()
+
 
 _PATIENCE = 0.001  # how long a burst may make no progress before others join in
 _STUCK = 0.05  # how long a full pool may make no progress before the limit gives way
@@ -55,8 +64,11 @@ class Pool:
         self._epoll = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
+        # Not closed before nobody can ring it: its number may be another file's by then.
+        weakref.finalize(self, os.close, self._bell)
         self._sources: dict[int, Source] = {}
-        self._queue: deque[Work] = deque()
+        self._queue: deque[Work] = deque()  # calls of users
+        self._urgent: deque[Work] = deque()  # everything else
         self._corked: dict[Source, None] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
@@ -96,16 +108,23 @@ class Pool:
             self._epoll.unregister(fd)
 
     def submit(self, work: Work) -> None:
-        self._queue.append(work)
+        self._enqueue((work,))
         self._ring()
 
     def submit_all(self, work: Sequence[Work]) -> None:
-        self._queue.extend(work)
+        self._enqueue(work)
         self._ring()
+
+    def _enqueue(self, work: Sequence[Work]) -> None:
+        for each in work:
+            (self._queue if type(each) is UserCall else self._urgent).append(each)
+
+    def _waits(self) -> bool:
+        return bool(self._queue or self._urgent)
 
     def cork(self, source: Source) -> bool:
         """Whether there is more to do right now, so that the source may wait for ``flush`` (rule 5)."""
-        if not self._queue:
+        if not self._waits():
             return False
         self._corked[source] = None
         return True
@@ -127,8 +146,7 @@ class Pool:
             self._blocked += 1
             if self._idle == 0:
                 self._grow()
-            waiting = bool(self._queue)
-        if waiting:
+        if self._waits():
             self._ring()
         try:
             yield
@@ -153,20 +171,20 @@ class Pool:
                 thread.join(timeout)
         if not self._threads:
             self._epoll.close()
-            os.close(self._bell)
 
     def drain(self) -> list[Work]:
         """Takes away what nobody has begun."""
         work: list[Work] = []
-        with contextlib.suppress(IndexError):
-            while True:
-                work.append(self._queue.popleft())
+        for queue in (self._urgent, self._queue):
+            with contextlib.suppress(IndexError):
+                while True:
+                    work.append(queue.popleft())
         return work
 
     def __repr__(self) -> str:
         return (
             f"<Pool {self._name}: {len(self._threads)} threads, {self._busy} running, {self._blocked} blocked, "
-            f"{self._idle} idle, {len(self._queue)} queued>"
+            f"{self._idle} idle, {len(self._queue) + len(self._urgent)} queued>"
         )
 
     # --- the threads --------------------------------------------------------------------------------------------
@@ -198,23 +216,20 @@ class Pool:
         """An endless loop of: take what is queued, else wait for something to happen.  Enters and stays 'idle'."""
         seen = -1
         while not self._closed:
-            if self._queue and self._may_take(seen):
+            queue = self._pick(seen)
+            if queue is not None:
                 self._begin()
-                with contextlib.suppress(IndexError):
-                    work = self._queue.popleft()
-                    if self._corked and not self._queue:
-                        self._uncork()  # this one may take long
-                    self._run(work)
+                self._run_next(queue)
                 self._end()
                 seen = -1
                 continue
-            if self._corked and not self._queue:
+            if self._corked and not self._waits():
                 self._uncork()
             seen = self._taken
             events = self._epoll.poll(self._patience(), 1)
             if not events:
                 self._uncork()
-                if not self._queue and self._leave():
+                if not self._waits() and self._leave():
                     return
                 continue
             seen = -2  # something happened: look at the queue, but do not call it stuck
@@ -232,16 +247,15 @@ class Pool:
         work = self._try(source.readable)
         while work:
             self._begin()
-            if len(work) == 1 and not self._queue and self._busy <= self._limit + self._extra:
+            if len(work) == 1 and not self._waits() and (type(work[0]) is not UserCall or self._has_room()):
                 self._run(work[0])  # the hot path: no queue, no hop
             else:
-                self._queue.extend(work)
-                if len(work) > 1 and self._busy <= self._limit + self._extra:
+                self._enqueue(work)
+                if len(work) > 1 and (self._urgent or self._has_room()):
                     self._ring()
-                    with contextlib.suppress(IndexError):
-                        self._run(self._queue.popleft())
+                    self._run_next(self._urgent or self._queue)
             self._end()
-            if self._queue or self._lingering:
+            if self._waits() or self._lingering:
                 return
             self._lingering = True
             work = self._try(source.linger)
@@ -254,26 +268,32 @@ class Pool:
             log.exception("worker %r could not read from a connection", self._name)
             return ()
 
-    def _may_take(self, seen: int) -> bool:
-        """Rules 2 to 4: whether this thread should take from the queue, having last seen ``seen`` items begun."""
-        if self._busy >= self._limit + self._extra:
-            if seen == self._taken:
-                self._extra += 1
-                self._stuck = True
-                return True
-            return False
-        if self._busy == 0 or self._stuck:
-            return True
-        if seen == self._taken:
+    def _has_room(self) -> bool:
+        """Whether the limit lets this thread, which counts already, run a user's function."""
+        return self._busy <= self._limit + self._extra
+
+    def _pick(self, seen: int) -> deque[Work] | None:
+        """Rules 2 to 4: the queue that this thread should take from, having last seen ``seen`` items begun."""
+        full = self._busy >= self._limit + self._extra
+        if not self._urgent and not self._queue:
+            return None
+        no_progress = seen == self._taken
+        if self._busy and not no_progress and (full or not self._stuck):
+            return None  # those that run will come for it
+        if no_progress:
             self._stuck = True
-            return True
-        return False
+        if self._urgent:
+            return self._urgent
+        if full:
+            self._extra += 1
+        return self._queue
 
     def _patience(self) -> float:
-        if not self._queue:
+        if not self._waits():
             self._stuck, self._extra = False, 0
             return _IDLE_SECONDS
-        return _PATIENCE if self._busy < self._limit + self._extra else _STUCK
+        full = self._busy >= self._limit + self._extra
+        return _STUCK if full and not self._urgent else _PATIENCE
 
     def _leave(self) -> bool:
         """A surplus thread that had nothing to do for long ends."""
@@ -296,6 +316,15 @@ class Pool:
         with self._lock:
             self._busy -= 1
             self._idle += 1
+
+    def _run_next(self, queue: deque[Work]) -> None:
+        try:
+            work = queue.popleft()
+        except IndexError:
+            return  # another thread was faster
+        if self._corked and not self._waits():
+            self._uncork()  # this one may take long
+        self._run(work)
 
     def _run(self, work: Work) -> None:
         self._taken += 1

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import enum
+import gc
 import itertools
 import os
+import secrets
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
+from torch._C import _DistNetworkError as DistNetworkError
 from torch._C._distributed_c10d import PrefixStore
 
 from telegrad.agent.agent import AgentOptions
 from telegrad.agent.futures import Future
 from telegrad.agent.peers import WorkerRecord
-from telegrad.current import clear_process_worker, current_worker, is_initialized, set_process_worker
-from telegrad.errors import UsageError
+from telegrad.current import clear_process_worker, current_worker, forget_all, is_initialized, set_process_worker
+from telegrad.errors import RendezvousError, UsageError
 from telegrad.ids import MAX_WORKERS
 from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name
@@ -61,7 +65,11 @@ def init_rpc(
         raise UsageError(f"RPC is already running in this process, as worker {current_worker().name!r}")
     rank, world_size = identity_in(options.init_method, rank, world_size)
     _check_numbers(rank, world_size)
-    set_process_worker(_join(name, rank, world_size, options))
+    worker = _join(name, rank, world_size, options)
+    # The first full collection walks all of torch (100 ms); here it does not fall into the first burst of calls, and
+    # Python waits with the next one until a quarter more objects live.
+    gc.collect()
+    set_process_worker(worker)
 
 
 def _check_numbers(rank: int, world_size: int | None) -> None:
@@ -74,14 +82,31 @@ def _check_numbers(rank: int, world_size: int | None) -> None:
 
 
 def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Worker:
-    """Meets the others, and puts the worker together."""
+    """Meets the others, and puts the worker together.
+
+    Starts again when the store goes away: it may have been that of the job before, which rank 0 was about to leave.
+    """
+    corner, mark = f"telegrad/{next(_generation)}", secrets.token_hex(8)
+    deadline = time.monotonic() + options.init_timeout
+    while True:
+        try:
+            return _meet(corner, mark, name, rank, world_size, options)
+        except DistNetworkError as error:
+            if time.monotonic() > deadline:
+                raise RendezvousError(
+                    f"the rendezvous at {options.init_method} went away while this worker waited there: {error}"
+                ) from error
+        time.sleep(0.02)
+
+
+def _meet(corner: str, mark: str, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Worker:
     store = open_store(options.init_method, rank, world_size, options.init_timeout)
-    corner = PrefixStore(f"telegrad/{next(_generation)}", store)
-    meeting = Meeting(corner, rank, name, world_size, options.init_timeout)
+    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, options.init_timeout, mark)
     meeting.claim()
     key = meeting.key(options.secret_bytes())
     near = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     network = Network(Identity(rank, name), key, options, near)
+    worker: Worker | None = None
     try:
         proof = Proof()
         me = WorkerRecord(
@@ -102,11 +127,14 @@ def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
             lambda record: _route(me, record, options),
         )
         worker.on_close(network.close)
+        worker.on_fork.append(network.disown)
         worker.keep = (proof, store)
         meeting.publish(me, key)
         _introduce(worker, meeting, key, network)
     except BaseException:
         network.close()
+        if worker is not None:
+            worker.abandon()  # its threads
         raise
     worker.start()
     network.open(worker.agent)
@@ -127,7 +155,7 @@ def _introduce(worker: Worker, meeting: Meeting, key: bytes, network: Network) -
         for record in meeting.wait_for_all(key):
             add(record)
     else:
-        worker.agent.find_record = lambda name: add(meeting.find(name, key))
+        worker.agent.find_record = lambda to: add(meeting.find(to, key))
         worker.on_close(meeting.leave)
 
 
@@ -223,9 +251,14 @@ def debug_info() -> dict[str, Any]:
 
 
 def forget_after_fork() -> None:
-    """A forked child has the parent's memory but none of its threads: it starts without a worker."""
-    with contextlib.suppress(Exception):
-        clear_process_worker(current_worker())
+    """A forked child has the parent's memory but none of its threads: it starts without a worker.
+
+    The worker that it inherits is never freed, not even at exit: the store's destructor would wait for a thread that
+    the child does not have, and stop the parent's server.
+    """
+    for worker in forget_all():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(worker))
+        worker.disown()
 
 
 os.register_at_fork(after_in_child=forget_after_fork)

@@ -34,15 +34,20 @@ class Network:
         self._agent: Agent | None = None
         self.addresses: list[Address] = []
         has_secret = options.secret_bytes() is not None
-        if "unix" in options.transports:
-            sock, path = listen_unix()
-            self._doors.append((sock, "unix", None))
-            self.addresses.append(Address("unix", path))
-        if "tcp" in options.transports:
-            self._open_tcp(_listen_host(options, has_secret, near), has_secret)
-        self._listener = Listener(self._doors, key, identity, self._admit)
+        try:
+            if "unix" in options.transports:
+                sock, path = listen_unix()
+                self._doors.append((sock, "unix", None))
+                self.addresses.append(Address("unix", path))
+            if "tcp" in options.transports:
+                self._open_tcp(_listen_host(options, has_secret, near), has_secret, near)
+            self._listener = Listener(self._doors, key, identity, self._admit)
+        except BaseException:
+            for sock, _, _ in self._doors:
+                sock.close()
+            raise
 
-    def _open_tcp(self, host: str, has_secret: bool) -> None:
+    def _open_tcp(self, host: str, has_secret: bool, near: str) -> None:
         options, certificate = self._options, None
         if options.tls_certificate is not None and options.tls_key is not None:
             certificate = load_certificate(options.tls_certificate, options.tls_key)
@@ -50,6 +55,8 @@ class Network:
             certificate = make_certificate()
         sock, (bound, port) = listen_tcp(host, 0)
         self._doors.append((sock, "tcp", certificate))
+        if bound in ("0.0.0.0", "::"):
+            bound = _address_towards(near)  # it listens on all; the others need one
         self.addresses.append(Address("tcp", bound, port, certificate.fingerprint if certificate else None))
 
     # --- others reach us ------------------------------------------------------------------------------------------
@@ -111,6 +118,10 @@ class Network:
             early, self._early = self._early or [], None
         for stream, _ in early:
             stream.close()
+
+    def disown(self) -> None:
+        """In a forked child: gives up this process's descriptors."""
+        self._listener.disown()
 
 
 def reachable(address: Address) -> bool:

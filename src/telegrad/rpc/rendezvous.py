@@ -15,7 +15,7 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
@@ -38,10 +38,11 @@ class Meeting:
     name: str
     world_size: int | None
     timeout: float
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a worker knows its own claim again
 
     def claim(self) -> None:
         """Steps 1: takes rank and name, or says who has them."""
-        mark = f"{self.name} {secrets.token_hex(8)}"
+        mark = f"{self.name} {self.mark}"
         holder = self._once(f"rank/{self.rank}", mark)
         if holder != mark:
             raise RendezvousError(
@@ -85,16 +86,14 @@ class Meeting:
             pause = min(pause * 1.5, 0.1)
         return [self._read(rank, key) for rank in ranks]
 
-    def find(self, name: str, key: bytes) -> WorkerRecord | None:
-        """The record of a worker that joined later, by name (a job of open size)."""
-        if not self.store.check([f"name/{name}"]):
-            return None
-        rank = int(self.store.get(f"name/{name}"))
-        self.store.wait([f"record/{rank}"], timedelta(seconds=self.timeout))
-        return self._read(rank, key)
-
-    def find_rank(self, rank: int, key: bytes) -> WorkerRecord | None:
-        return self._read(rank, key) if self.store.check([f"record/{rank}"]) else None
+    def find(self, worker: str | int, key: bytes) -> WorkerRecord | None:
+        """The record of a worker that joined later, by name or rank (a job of open size)."""
+        if isinstance(worker, str):
+            if not self.store.check([f"name/{worker}"]):
+                return None
+            worker = int(self.store.get(f"name/{worker}"))
+            self.store.wait([f"record/{worker}"], timedelta(seconds=self.timeout))
+        return self._read(worker, key) if self.store.check([f"record/{worker}"]) else None
 
     def leave(self) -> None:
         """Frees rank and name, in a job of open size."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from datetime import timedelta
+from queue import Empty, Queue
+from typing import TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from telegrad.errors import RendezvousError, UsageError
+
+T = TypeVar("T")
+
+_GRACE = 1.0  # after its own timeout, in which torch has the first word
 
 
 def open_store(url: str, rank: int, world_size: int | None, timeout: float) -> Store:
@@ -44,17 +52,26 @@ def identity_in(url: str, rank: int, world_size: int | None) -> tuple[int, int |
     query = parse_qs(urlsplit(url).query)
     is_env = urlsplit(url).scheme == "env"
     if rank < 0:
-        rank = int(query["rank"][0]) if "rank" in query else int(os.environ.get("RANK", -1)) if is_env else -1
+        found = query["rank"][0] if "rank" in query else os.environ.get("RANK") if is_env else None
+        rank = _number("RANK", found) if found is not None else -1
     if not world_size:
         found = query["world_size"][0] if "world_size" in query else os.environ.get("WORLD_SIZE") if is_env else None
-        world_size = int(found) if found is not None and int(found) > 0 else None
+        world_size = (_number("WORLD_SIZE", found) if found is not None else 0) or None
     return rank, world_size
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return max(int(text), 0)
+    except ValueError:
+        raise UsageError(f"{name} is not a number: {text!r}") from None
 
 
 def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout: float) -> Store:
     from_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not from_launcher
-    try:
+
+    def connect() -> TCPStore:
         return TCPStore(
             host,
             port,
@@ -64,6 +81,14 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
             wait_for_workers=False,  # we wait ourselves, and can say who is missing
             multi_tenant=not from_launcher,  # the process group of the same job may use the same port
         )
+
+    try:
+        return connect() if serves else _within(timeout + _GRACE, connect)
+    except TimeoutError:
+        raise RendezvousError(
+            f"something at {host}:{port} takes connections but is no rendezvous: another program has that port; "
+            "choose another (MASTER_PORT)"
+        ) from None
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
@@ -75,3 +100,23 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
             f"cannot {role} the rendezvous at {host}:{port} within {timeout:g} s: {text.splitlines()[0]}. "
             "Does rank 0 run there?"
         ) from error
+
+
+def _within(timeout: float, action: Callable[[], T]) -> T:
+    """Runs something that may never return, as torch's stores do with a server that does not answer, on a thread."""
+    outcome: Queue[T | BaseException] = Queue()
+
+    def run() -> None:
+        try:
+            outcome.put(action())
+        except BaseException as error:
+            outcome.put(error)
+
+    threading.Thread(target=run, name="telegrad-rendezvous", daemon=True).start()
+    try:
+        found = outcome.get(timeout=timeout)
+    except Empty:
+        raise TimeoutError from None
+    if isinstance(found, BaseException):
+        raise found
+    return found

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.execution import execute
-from telegrad.agent.failures import let_go_of_frames
+from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad.agent.link import Link
 from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, WorkerId
@@ -69,7 +69,9 @@ class Owned:
     def get(self) -> Any:
         """The value, or the exception of the call that should have made it."""
         if self._error is not None:
-            raise self._error
+            error = copy_of(self._error)
+            error.add_note(story_of(error))
+            raise error
         return self._value
 
     @property

@@ -20,3 +20,6 @@ class Stream(Protocol):
 
     def close(self) -> None:
         """Closes both directions and wakes a thread that is blocked in ``send``.  May be called twice."""
+
+    def disown(self) -> None:
+        """In a forked child: gives up this process's descriptor, and leaves the connection to the parent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 import time
 from typing import Literal
@@ -16,6 +17,8 @@ from telegrad.transport.sockets import check_same_user, connect_tcp, connect_uni
 from telegrad.transport.tls import TlsStream, client_context
 
 __all__ = ["Address", "dial"]
+
+_NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOWN}
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -48,7 +51,7 @@ def dial(
 
     Raises ``AuthenticationError`` or ``ProtocolError`` when the peer is not the worker that was dialled (do not try
     again), ``RpcTimeoutError`` when it says too little in time, and any other ``OSError`` when it is not there or
-    goes away (a worker that starts or dies looks like this).
+    goes away (a worker that starts or dies looks like this), a ``ConnectionError`` when there is no way to its host.
     """
     deadline = time.monotonic() + timeout
     with_tls = address.kind == "tcp" and (address.fingerprint is not None or ca_file is not None)
@@ -69,6 +72,10 @@ def dial(
             sock = connect_tcp(address.host, address.port, timeout)
     except TimeoutError as error:
         raise RpcTimeoutError(f"worker {expect_worker_id} at {address}: no connection within {timeout:g} s") from error
+    except OSError as error:
+        if error.errno in _NO_WAY:
+            raise ConnectionAbortedError(error.errno, f"{address}: {error.strerror}") from error
+        raise
     try:
         if address.kind == "unix":
             check_same_user(sock)

@@ -103,6 +103,14 @@ class Listener:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    def disown(self) -> None:
+        """In a forked child: gives up this process's descriptors; the parent's thread serves the doors."""
+        self._closing = True
+        for door in self._doors:
+            door.sock.close()
+        for visitor in list(self._visitors):
+            visitor.admission.stream.disown()
+
     # --- everything below runs on the listener's thread ---
 
     def _run(self) -> None:

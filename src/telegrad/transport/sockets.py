@@ -140,6 +140,11 @@ class SocketStream:
             self._in_shutdown = False
         self._release()
 
+    def disown(self) -> None:
+        """In a forked child: gives up this process's descriptor, and leaves the connection to the parent."""
+        self._closed = True
+        self._sock.close()
+
     def _release(self) -> None:
         if not (self._sending or self._receiving or self._in_shutdown):
             self._sock.close()

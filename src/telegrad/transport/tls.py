@@ -282,6 +282,10 @@ class TlsStream:
         """Without TLS's farewell: it might block, and the frames above know when one was cut short."""
         self._raw.close()
 
+    def disown(self) -> None:
+        """As ``SocketStream.disown``."""
+        self._raw.disown()
+
 
 def _chunks(buffers: Sequence[bytes | bytearray | memoryview]) -> list[list[memoryview]]:
     """Cuts and gathers buffers into groups of at most ``_PLAIN_CHUNK`` bytes."""

@@ -35,6 +35,8 @@ int1 int2 int3 int4 int5 int6 int7
 DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
 
+_QUANTIZED_DTYPES = frozenset(dtype for dtype in DTYPES if "torch.q" in str(dtype))
+
 _COMPRESSED_LAYOUTS = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
     torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
@@ -302,6 +304,8 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
     dtype = DTYPES[meta.dtype] if 0 <= meta.dtype < len(DTYPES) else None
     if dtype is None:
         raise SerializationError(f"this torch ({torch.__version__}) has no dtype for code {meta.dtype}")
+    if dtype in _QUANTIZED_DTYPES and meta.layout not in (_QUANTIZED, _QUANTIZED_CHANNELS):
+        raise SerializationError(f"{dtype} came without a scale")  # torch would crash
     flags = meta.flags
     if meta.layout == _STRIDED:
         if meta.stride is None:
@@ -368,6 +372,8 @@ def _checked_stride(meta: TensorMeta) -> tuple[int, ...]:
 
 def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
     parts = unpack(meta.parts, buffers)
+    if any(part.layout != _STRIDED for part in meta.parts):
+        raise SerializationError("a part of a tensor has parts itself")
     if any(part.nbytes > part.untyped_storage().nbytes() for part in parts):
         # torch copies and searches the parts, and an expanded tensor can be far larger than what came.
         raise SerializationError("a part of a tensor repeats its bytes")

@@ -1,0 +1,151 @@
+"""Imports point one way: a module imports only what stands above it in the list below.
+
+Imports under ``if TYPE_CHECKING:`` do not count, for they do not run.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src"
+
+# One line is one layer; modules of one layer do not import each other.  A new module needs a place in here.
+LAYERS = [line.split() for line in """
+    telegrad
+    telegrad.errors  telegrad.ids
+    telegrad.wire
+    telegrad.wire.messages
+    telegrad.wire.codec  telegrad.wire.frames  telegrad.wire.callables  telegrad.wire.tensors
+    telegrad.wire.values
+    telegrad.transport
+    telegrad.transport.base  telegrad.transport.buffers  telegrad.transport.handshake  telegrad.transport.sockets
+    telegrad.transport.lane  telegrad.transport.tls
+    telegrad.transport.admission
+    telegrad.transport.dial
+    telegrad.transport.listener
+    telegrad.current
+    telegrad.agent
+    telegrad.agent.calls  telegrad.agent.clock  telegrad.agent.failures  telegrad.agent.notes  telegrad.agent.peers
+    telegrad.agent.futures  telegrad.agent.spin
+    telegrad.agent.pool
+    telegrad.agent.link  telegrad.agent.memory
+    telegrad.agent.agent
+    telegrad.agent.barrier  telegrad.agent.execution
+    telegrad.rref
+    telegrad.rref.ledger
+    telegrad.rref.references
+    telegrad.rref.rref
+    telegrad.worker
+    telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.rendezvous  telegrad.rpc.stores
+    telegrad.rpc.network
+    telegrad.rpc.api
+    telegrad.rpc
+    telegrad.lines  telegrad.process
+    telegrad.launch
+    telegrad.cli
+    telegrad.demo_screen  telegrad.demo_tasks
+    telegrad.demo
+    telegrad.testing.faults
+    telegrad.testing.cluster
+    telegrad.testing
+    telegrad.__main__
+""".splitlines() if line.strip()]  # fmt: skip
+HEIGHT = {module: height for height, layer in enumerate(LAYERS) for module in layer}
+
+MODULES = {
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted((SOURCE / "telegrad").rglob("*.py"))
+}
+
+
+def imports_of(tree: ast.Module, module: str, modules: set[str]) -> list[tuple[int, str]]:
+    """The line and name of each module of telegrad that this one imports when it runs."""
+    found = []
+    for node in running(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}:{node.lineno} has a relative import"
+            # `from package import name` imports a module if the package has one of that name.
+            names = [
+                whole if (whole := f"{node.module}.{alias.name}") in modules else node.module for alias in node.names
+            ]
+        else:
+            continue
+        found += [(node.lineno, name) for name in dict.fromkeys(names) if name.split(".")[0] == "telegrad"]
+    return found
+
+
+def running(node: ast.AST):
+    """All nodes but those that only a type checker sees."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and child in node.body:
+            continue
+        yield from running(child)
+
+
+def offences(tree: ast.Module, module: str) -> list[str]:
+    return [
+        f"{module}:{line} imports {name}, which does not stand above it"
+        for line, name in imports_of(tree, module, set(MODULES))
+        if HEIGHT.get(name, len(LAYERS)) >= HEIGHT[module]
+    ]
+
+
+def test_every_module_has_its_place():
+    missing, gone = MODULES.keys() - HEIGHT.keys(), HEIGHT.keys() - MODULES.keys()
+    assert not missing, f"give these a place in the order: {', '.join(sorted(missing))}"
+    assert not gone, f"these are no modules any more: {', '.join(sorted(gone))}"
+
+
+def test_no_module_stands_twice():
+    assert sum(map(len, LAYERS)) == len(HEIGHT)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_what_stands_above_it(module):
+    if module not in HEIGHT:
+        pytest.skip("has no place yet; the test above says so")
+    found = offences(ast.parse(MODULES[module].read_text()), module)
+    assert not found, "\n".join(found)
+
+
+# --- the test tests itself ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "named"),
+    [
+        ("from telegrad.agent.agent import Agent", "telegrad.agent.agent"),
+        ("import telegrad.worker", "telegrad.worker"),
+        ("from telegrad import rpc", "telegrad.rpc"),
+        ("from telegrad.wire import values", "telegrad.wire.values"),
+        ("def late():\n    from telegrad.cli import main", "telegrad.cli"),
+        ("if x:\n    import telegrad.demo", "telegrad.demo"),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import telegrad.demo", "telegrad.demo"),
+        ("import telegrad.no_such_module", "telegrad.no_such_module"),
+    ],
+)
+def test_an_offence_is_named(code, named):
+    (offence,) = offences(ast.parse(code), "telegrad.wire.codec")
+    assert "telegrad.wire.codec:" in offence
+    assert f"imports {named}, " in offence
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os, torch",
+        "from telegrad.errors import ProtocolError",
+        "from telegrad.wire.messages import Body",
+        "from telegrad.wire import messages",
+        "if TYPE_CHECKING:\n    from telegrad.worker import Worker",
+        "if typing.TYPE_CHECKING:\n    from telegrad.worker import Worker",
+    ],
+)
+def test_no_offence(code):
+    assert offences(ast.parse(code), "telegrad.wire.codec") == []
