@@ -63,8 +63,10 @@ def pass_through(gate: Gate, result: Any = None) -> Any:
 
 def _empty(worker: Worker) -> bool:
     """An exception of a test may hold handles in a cycle with its traceback, and come into being only just now."""
+    if worker.references.wait_empty(0.1):
+        return True
     gc.collect()
-    return worker.references.wait_empty(0.1)
+    return False
 
 
 def assert_no_references(workers: Iterable[Worker]) -> None:

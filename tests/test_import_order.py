@@ -35,6 +35,8 @@ LAYERS = [line.split() for line in """
     telegrad.agent.agent
     telegrad.agent.barrier  telegrad.agent.execution
     telegrad.rref
+    telegrad.rref.forks
+    telegrad.rref.instructions
     telegrad.rref.ledger
     telegrad.rref.references
     telegrad.rref.rref

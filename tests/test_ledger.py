@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from telegrad.errors import UsageError, WorkerLostError
 from telegrad.ids import GlobalId, WorkerId
 from telegrad.rref import ledger as ledger_module
-from telegrad.rref.ledger import Broken, Free, Instruction, Ledger, Send
+from telegrad.rref.instructions import Broken, Free, Instruction, Send
+from telegrad.rref.ledger import Ledger
 from telegrad.wire.messages import (
     ChildConfirmed,
     ForkAccepted,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 from hypothesis import given
@@ -126,7 +127,7 @@ def test_the_pause_between_repeats_grows_to_a_limit() -> None:
         now += 0.25
         if outbox.due(now):
             times.append(now)
-    pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
+    pauses = [after - before for before, after in itertools.pairwise(times)]
     assert times[0] == 0.5
     assert pauses[:4] == [1.0, 2.0, 4.0, 5.0]
     assert set(pauses[4:]) == {5.0}

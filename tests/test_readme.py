@@ -14,6 +14,7 @@ import pytest
 import telegrad
 from telegrad import rpc
 from telegrad.errors import TelegradError
+from test_import_order import LAYERS
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "telegrad"
@@ -161,37 +162,12 @@ def test_exceptions_named_in_the_documents_exist() -> None:
 # --- the map ----------------------------------------------------------------------------------------------------------
 
 
-def imports(file: Path) -> set[str]:
-    """The packages of telegrad that a module needs when it runs: not what only its types need."""
-    tree = ast.parse(file.read_text())
-    hidden = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in ast.walk(block)
-    }
-    found: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and id(node) not in hidden:
-            first, *rest = node.module.split(".")
-            if first == "telegrad":
-                found |= {rest[0]} if rest else {alias.name for alias in node.names}
-    return found
-
-
-def test_modules_import_only_what_stands_above_them_in_the_map() -> None:
+def test_the_map_has_the_order_of_the_imports() -> None:
     section = TEXT[ROOT / "docs" / "design.md"].split("## The map")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (`.+?) \|", section, re.MULTILINE)
-    order = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    there = {file.stem for file in SOURCE.glob("*.py")} | {file.parent.name for file in SOURCE.glob("*/__init__.py")}
-    assert set(order) == there - {"__init__", "__main__"}, "the map does not name what is there"
-    for file in SOURCE.rglob("*.py"):
-        parts = file.relative_to(SOURCE).with_suffix("").parts
-        if parts[0] not in order:
-            continue
-        own = order.index(parts[0])
-        below = {name for name in imports(file) if order.index(name) > own}
-        assert not below, f"{'.'.join(parts)} imports {below}, which stands below it"
+    shown = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    held = dict.fromkeys(module.split(".")[1] for layer in LAYERS for module in layer if "." in module)
+    assert shown == [name for name in held if name != "__main__"]
 
 
 def test_importing_telegrad_does_not_load_torch() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 
+from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
 from telegrad.errors import (
     NotInitializedError,
@@ -334,11 +334,9 @@ def test_several_loops_await_one_future(pair: Cluster) -> None:
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_a_timeout_says_what_of_whom_and_how_long(pair: Cluster, way: str) -> None:
     gate = Gate()
+    call = rpc.rpc_sync if way == "sync" else lambda *args, timeout: rpc.rpc_async(*args, timeout=timeout).wait()
     with pytest.raises(RpcTimeoutError, match=r"support:pass_through on worker 'b' got no answer within 0\.05 s"):
-        if way == "sync":
-            rpc.rpc_sync("b", pass_through, (gate,), timeout=0.05)
-        else:
-            rpc.rpc_async("b", pass_through, (gate,), timeout=0.05).wait()
+        call("b", pass_through, (gate,), timeout=0.05)
     gate.open()
 
 
@@ -571,12 +569,15 @@ def test_an_argument_that_cannot_be_sent_is_an_error_here(pair: Cluster, value: 
     assert not len(pair["a"].agent.calls)
 
 
-@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote], ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call",
+    [rpc.rpc_sync, lambda *call: rpc.rpc_async(*call).wait(), lambda *call: rpc.remote(*call).to_here()],
+    ids=["rpc_sync", "rpc_async", "remote"],
+)
 def test_an_argument_that_cannot_be_read_is_an_error_too(pair: Cluster, call: Any) -> None:
     rref = rpc.remote("b", here)
     with pytest.raises(SerializationError, match="cannot be read"):
-        outcome = call("b", gather, (rref, OneWay()))
-        outcome.wait() if call is rpc.rpc_async else outcome.to_here()
+        call("b", gather, (rref, OneWay()))
 
 
 def make_lock() -> Any:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 
+from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
 from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError
 from telegrad.testing import Cluster, cluster

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import PATIENCE, Gate, eventually, in_thread, no_new_threads, our_threads, pass_through
 
+from support import PATIENCE, Gate, eventually, in_thread, no_new_threads, our_threads, pass_through
 from telegrad import rpc
 from telegrad.agent.barrier import BarrierLeader
 from telegrad.errors import NotInitializedError, RpcTimeoutError, WorkerLostError

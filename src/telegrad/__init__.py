@@ -11,13 +11,13 @@ What it is made of; a module imports only what stands above it::
     errors, ids     the exception tree; the ids of workers, calls and references
     wire/           messages, and how they and the values in them become bytes
     transport/      sockets, TLS, who may talk, receive memory, the same-host lane
-    agent/          threads, links, calls: one worker's traffic, whatever it is about
     current         which worker the running code belongs to
+    agent/          threads, links, calls: one worker's traffic, whatever it is about
     rref/           references to values on other workers
     worker          one worker, put together
     rpc/            the public functions, the options, how the workers of a job find each other
-    testing/        workers in one process
     launch, cli     the ``telegrad`` command (with lines, process); demo shows it all
+    testing/        workers in one process
 
 Autograd, the optimizer and remote modules will stand between ``rref`` and ``worker``; they are not here yet.
 ``docs/design.md`` tells how it works.

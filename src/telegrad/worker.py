@@ -10,19 +10,19 @@ from typing import Any
 import torch
 
 from telegrad.agent.agent import Agent, AgentOptions, Ticket
-from telegrad.agent.barrier import BarrierLeader, go_round
+from telegrad.agent.barrier import BarrierLeader, go_round, leader_of
 from telegrad.agent.calls import Waiting
 from telegrad.agent.execution import run_call
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.memory import Direct, connect
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
-from telegrad.current import adopt
+from telegrad.current import adopt, current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
 from telegrad.rref.rref import RRef, handle, receive_handle
-from telegrad.wire.callables import name_of
+from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import Call, Fetch, RemoteCall
 from telegrad.wire.values import Route
 
@@ -284,13 +284,22 @@ class Worker:
             try:
                 again = go_round(self.agent, self._leader, number, active, left)
             except RpcTimeoutError as error:
-                missing = self._leader.missing()
-                names = f": {', '.join(missing)} did not call shutdown" if missing else ""
-                raise RpcTimeoutError(f"shutdown waited {timeout:g} s for the other workers{names}") from error
+                missing = ", ".join(self._missing()) or "some of them"
+                raise RpcTimeoutError(
+                    f"shutdown waited {timeout:g} s for the other workers: {missing} did not call it"
+                ) from error
             if number and not again:
                 return
             number += 1
             seen = self.agent.started_calls
+
+    def _missing(self) -> list[str]:
+        """Who has not come to the barrier, as its leader sees it."""
+        try:
+            names: list[str] = self.rpc_sync(leader_of(self.agent).id, missing_at_barrier, timeout=1.0)
+        except TelegradError:
+            return []
+        return names
 
     def abandon(self) -> None:
         """Ends as if killed: no goodbye.  For tests."""
@@ -315,6 +324,12 @@ class Worker:
     def __repr__(self) -> str:
         lost = [peer.name for peer in self.agent.peers if peer.state is PeerState.LOST]
         return f"<Worker {self.name!r} ({self.id}) of {len(self.agent.peers)}{f', lost: {lost}' if lost else ''}>"
+
+
+@export
+def missing_at_barrier() -> list[str]:
+    """Runs on the leader of a shutdown."""
+    return current_worker()._leader.missing()
 
 
 def _call_value(peer: Peer, func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:

@@ -51,6 +51,8 @@ from telegrad.wire.messages import (
 
 log = logging.getLogger("telegrad.agent")
 
+_TRIM_SECONDS = 30.0
+
 Handler = Callable[[Link, Frame], None]
 Incoming = Callable[[int, Any, list[Tensor]], AbstractContextManager[None] | None]
 
@@ -108,6 +110,7 @@ class Agent:
         self._inbox = Inbox()
         self._peers: dict[int, Peer] = {}
         self._names: dict[str, Peer] = {}
+        self._next_trim = 0.0
         self._clock = Clock(me.name, self._tick)
 
     # --- peers --------------------------------------------------------------------------------------------------
@@ -478,6 +481,9 @@ class Agent:
         for peer in self.peers:
             for link in peer.links if peer.id != self.me.worker_id else ():
                 self._check_pulse(link, now)
+        if now > self._next_trim:
+            self._next_trim = now + _TRIM_SECONDS
+            self.buffers.trim()
         pause = min(self.options.heartbeat / 4, 1.0)
         if self._outbox:
             pause = min(pause, self.options.note_pause)

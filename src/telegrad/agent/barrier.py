@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.link import Link
-from telegrad.agent.peers import PeerState
+from telegrad.agent.peers import Peer, PeerState
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Barrier
@@ -83,13 +83,21 @@ def _try_link(agent: Agent, peer: object) -> None:
         pass  # the agent has noted the loss, or the peer is slow to start and will come
 
 
+def leader_of(agent: Agent) -> Peer:
+    """The worker with the lowest id that is alive; this one, if no other is."""
+    return min(_alive(agent), key=lambda peer: peer.id, default=agent.peer(agent.me.worker_id))
+
+
+def _alive(agent: Agent) -> list[Peer]:
+    return [peer for peer in agent.peers if peer.state is PeerState.KNOWN]
+
+
 def go_round(agent: Agent, leader: BarrierLeader, number: int, active: bool, timeout: float) -> bool:
     """One round; whether another is needed."""
     while True:
-        alive = [peer for peer in agent.peers if peer.state is PeerState.KNOWN]
-        if len(alive) <= 1:
+        if len(_alive(agent)) <= 1:
             return active
-        head = min(alive, key=lambda peer: peer.id)
+        head = leader_of(agent)
         if head.id == agent.me.worker_id:
             leader.find_the_dead()
         try:

@@ -11,7 +11,7 @@ from typing import Literal
 from telegrad.agent.agent import Agent
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.peers import Peer, WorkerRecord
-from telegrad.errors import RendezvousError, UsageError
+from telegrad.errors import AuthenticationError, RendezvousError, UsageError
 from telegrad.rpc.options import HOST_VARIABLE, RpcBackendOptions
 from telegrad.transport.base import Stream
 from telegrad.transport.dial import Address, dial
@@ -79,7 +79,9 @@ class Network:
     def _accept(self, stream: Stream, peer: Identity) -> None:
         agent = self._agent
         assert agent is not None
-        agent.peer(peer.name)  # in a job of open size, this looks a newcomer up
+        if agent.peer(peer.name).id != peer.worker_id:  # in a job of open size, this looks a newcomer up
+            stream.close()
+            raise AuthenticationError(f"a worker that calls itself {peer.name!r} has the id {peer.worker_id}")
         link = StreamLink(stream, peer.worker_id, False, agent.pool, agent, agent.buffers.lend)
         agent.accepted(link)
         link.start()

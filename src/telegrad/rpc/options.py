@@ -76,6 +76,8 @@ class RpcBackendOptions:
             raise UsageError(f"transports must be of {', '.join(TRANSPORTS)}, not {list(transports)!r}")
         if (tls_certificate is None) != (tls_key is None):
             raise UsageError("tls_certificate and tls_key go together: give both files or neither")
+        if tls_ca is not None and tls_certificate is None:
+            raise UsageError("tls_ca says who signed the workers' certificates: give tls_certificate and tls_key too")
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method

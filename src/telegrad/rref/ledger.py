@@ -34,12 +34,13 @@ Nothing here locks, sends or reads a clock: events are method calls, and the ans
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 from typing import Final
 
 from telegrad.errors import ProtocolError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId, IdSource, WorkerId
+from telegrad.rref.forks import OWN_EVENTS, TRANSITIONS, UNANSWERED, ForkEvent, ForkState
+from telegrad.rref.instructions import Broken, Free, Instruction, Send
 from telegrad.wire.messages import (
     ChildConfirmed,
     ForkAccepted,
@@ -50,78 +51,11 @@ from telegrad.wire.messages import (
     UserDelete,
 )
 
-__all__ = ["Broken", "ForkState", "Free", "Instruction", "Ledger", "Send"]
+_S, _E = ForkState, ForkEvent
 
 #: How many ended forks the owner remembers, to recognise a repeated note.  Notes are taken once by the layer below, so
 #: this is a second fence, and it may be low.
 ENDED_FORKS_REMEMBERED: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send this note; it must take effect exactly once."""
-
-    to: WorkerId
-    note: NotePayload
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Nobody holds this value any more: forget it, or whatever waits for it to come."""
-
-    rref_id: GlobalId
-
-
-@dataclass(frozen=True, slots=True)
-class Broken:
-    """A local handle that is of no use: its owner is lost, or refused it.
-
-    On the owner the id is a value's, whose creator died before its RemoteCall came: the value never will.
-    """
-
-    fork_id: GlobalId
-
-
-Instruction = Send | Free | Broken
-
-
-class ForkState(enum.Enum):
-    """What a user knows of one of its forks."""
-
-    PENDING = enum.auto()  # the owner has not answered yet
-    CONFIRMED = enum.auto()  # the owner counts it
-    UNSURE = enum.auto()  # the RemoteCall timed out: the owner may count it, or will, or never
-    BROKEN = enum.auto()  # the owner is lost or refused; the handle is still there
-    LEAVING = enum.auto()  # PENDING, and the handle is gone
-    CLOSING = enum.auto()  # the handle is gone, but children are pending (G2)
-    GONE = enum.auto()  # forgotten; never stored
-
-
-class _Event(enum.Enum):
-    SHARE = enum.auto()
-    DROP = enum.auto()
-    CONFIRM = enum.auto()
-    FAIL = enum.auto()  # refused, or the RemoteCall never left
-    TIME_OUT = enum.auto()
-    LOSE_OWNER = enum.auto()
-    SETTLE = enum.auto()  # no child is pending any more
-
-
-_S, _E = ForkState, _Event
-# fmt: off
-_TRANSITIONS: Final[dict[ForkState, dict[_Event, ForkState]]] = {
-    _S.PENDING: {_E.SHARE: _S.PENDING, _E.DROP: _S.LEAVING, _E.CONFIRM: _S.CONFIRMED,
-                 _E.FAIL: _S.BROKEN, _E.TIME_OUT: _S.UNSURE, _E.LOSE_OWNER: _S.BROKEN},
-    _S.CONFIRMED: {_E.SHARE: _S.CONFIRMED, _E.DROP: _S.CLOSING, _E.LOSE_OWNER: _S.BROKEN},
-    _S.UNSURE: {_E.SHARE: _S.UNSURE, _E.DROP: _S.CLOSING, _E.CONFIRM: _S.CONFIRMED, _E.LOSE_OWNER: _S.BROKEN},
-    _S.BROKEN: {_E.DROP: _S.GONE},
-    _S.LEAVING: {_E.CONFIRM: _S.CLOSING, _E.FAIL: _S.GONE, _E.TIME_OUT: _S.CLOSING, _E.LOSE_OWNER: _S.GONE},
-    _S.CLOSING: {_E.SETTLE: _S.GONE, _E.LOSE_OWNER: _S.GONE},
-    _S.GONE: {},
-}
-# fmt: on
-_UNANSWERED: Final = frozenset({_S.PENDING, _S.LEAVING})
-_OWN_EVENTS: Final = frozenset({_E.SHARE, _E.DROP})  # ours to get right; all others may come late, and are ignored
 
 
 @dataclass(slots=True)
@@ -355,13 +289,13 @@ class Ledger:
 
     # --- the user's side --------------------------------------------------------------------------------------
 
-    def _step(self, fork_id: GlobalId, event: _Event) -> list[Instruction]:
+    def _step(self, fork_id: GlobalId, event: ForkEvent) -> list[Instruction]:
         """Move one fork through the table, and say what follows from where it came to."""
         fork = self._forks.get(fork_id)
         state = fork.state if fork else _S.GONE
-        to = _TRANSITIONS[state].get(event)
+        to = TRANSITIONS[state].get(event)
         if fork is None or to is None:
-            if event in _OWN_EVENTS:
+            if event in OWN_EVENTS:
                 fault = WorkerLostError if state is _S.BROKEN else UsageError
                 story = f"{event.name} of fork {fork_id} on worker {self._me} as user: it is {state.name}"
                 raise fault(f"illegal event: {story}")
@@ -370,7 +304,7 @@ class Ledger:
         fork.state = to
         if event in (_E.CONFIRM, _E.FAIL):
             out += self._tell_parent(fork.parent, fork_id)
-        if to not in _UNANSWERED:
+        if to not in UNANSWERED:
             fork.parent = None  # it was told, or learns of the owner's death itself
         if event is _E.SETTLE:
             out.append(Send(fork.owner, UserDelete(fork.rref_id, fork_id)))
@@ -448,7 +382,7 @@ class Ledger:
         return fork is not None and fork.state not in (_S.LEAVING, _S.CLOSING)
 
     def expects(self, rref_id: GlobalId) -> bool:
-        """On the owner, asked for a value by the holder of a fork: whether it is here, or a RemoteCall will bring it."""
+        """On the owner, asked by the holder of a fork: whether the value is here, or a RemoteCall will bring it."""
         return self._known_or_expected(rref_id) is not None
 
     @property
@@ -468,7 +402,7 @@ class Ledger:
             "local_handles": sum(value.handles for value in self._values.values()),
             "forks_counted": sum(len(value.forks) for value in self._values.values()),
             "user_forks": len(self._forks),
-            "pending_forks": sum(fork.state in _UNANSWERED for fork in self._forks.values()),
+            "pending_forks": sum(fork.state in UNANSWERED for fork in self._forks.values()),
             "pending_children": len(self._children),
             "tombstones": len(self._tombstones),
         }
@@ -483,7 +417,7 @@ class Ledger:
             assert fork.state is not _S.GONE, f"{fork_id} is gone but stored"
             assert fork.state is not _S.CLOSING or fork.children, f"{fork_id} has nothing to wait for"
             assert fork.state is _S.BROKEN or fork.owner not in self._lost, f"{fork_id} outlived its owner: {fork}"
-            assert fork.parent is None or fork.state in _UNANSWERED, f"{fork_id}: parent waits: {fork}"
+            assert fork.parent is None or fork.state in UNANSWERED, f"{fork_id}: parent waits: {fork}"
             assert all(self._children[child].of == fork_id for child in fork.children), f"{fork_id}: {fork}"
         for child_id, child in self._children.items():
             assert child_id in self._forks[child.of].children, f"{child_id} is not a child of {child.of}"

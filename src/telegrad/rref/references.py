@@ -15,7 +15,8 @@ from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad.agent.link import Link
 from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, WorkerId
-from telegrad.rref.ledger import Broken, Free, Instruction, Ledger, Send
+from telegrad.rref.instructions import Broken, Free, Instruction, Send
+from telegrad.rref.ledger import Ledger
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     ChildConfirmed,

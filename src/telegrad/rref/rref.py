@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from telegrad.agent.execution import Deferred, checked_future, is_async
 from telegrad.current import current_worker
-from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError
+from telegrad.errors import RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
-from telegrad.wire.callables import export
+from telegrad.wire.callables import check_method, export
 from telegrad.wire.messages import RRefFork
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class RRef(Generic[T]):
         self._references.unshare(fork)
 
     def __reduce__(self) -> Any:
-        raise UsageError("an RRef can only be sent inside a call, where both sides count it; it cannot be pickled")
+        raise SerializationError("an RRef is sent inside a call, where both sides count it; it cannot be pickled")
 
     def __del__(self) -> None:
         references = getattr(self, "_references", None)
@@ -148,9 +148,9 @@ class _Proxy:
 @export
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls one method of the value of a reference that is owned here."""
-    if name.startswith("_") and not rref._references.agent.options.allow_pickle:
-        raise UsageError(f"{name!r} is private, and this worker lets others call public methods only")
     value = rref.local_value()
+    if not rref._references.agent.options.allow_pickle:
+        check_method(value, name)
     method = getattr(value, name)
     result = method(*args, **kwargs)
     return Deferred(checked_future(method, result)) if is_async(method) else result

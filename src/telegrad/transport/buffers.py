@@ -97,7 +97,3 @@ def _size_class(size: int) -> int:
     """The next of eight steps per power of two: at most an eighth is wasted, and a class is met again soon."""
     step = max(1 << (size.bit_length() - 4), 4096)
     return -(-size // step) * step
-
-
-def address_of(memory: Any) -> int:
-    return np.frombuffer(memory, np.uint8).ctypes.data

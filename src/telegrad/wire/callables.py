@@ -123,6 +123,26 @@ _PLAIN_OPERATORS = frozenset(
 )
 
 
+# The same for methods of a tensor that another worker holds a reference to.
+_PLAIN_METHODS = _PLAIN_OPERATORS | frozenset(
+    "size dim numel stride item tolist clone detach t view reshape transpose contiguous float double long".split()
+)
+
+
+def check_method(value: object, name: str) -> None:
+    """Refuses a method that a worker without pickle must not run for others: what a value's methods can reach is open,
+    so only classes that were exported let theirs be called."""
+    if isinstance(value, torch.Tensor):
+        if name in _PLAIN_METHODS:
+            return
+        raise SerializationError(f"tensors let others call no {name!r} here (allow_pickle=False)")
+    if type(value) not in _exported.values() or name.startswith("_"):
+        raise SerializationError(
+            f"{type(value).__qualname__}.{name} is not for others to call here (allow_pickle=False): "
+            "put @rpc.export on the class over there; private methods stay private"
+        )
+
+
 def exception_type(name: str, allow_any: bool) -> type[BaseException] | None:
     """The exception class of that name, where it can be imported."""
     module_name, _, path = name.partition(":")

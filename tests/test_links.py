@@ -1,0 +1,337 @@
+"""What every link must do, over every transport."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from support import PATIENCE, eventually, in_thread, no_new_threads
+from telegrad.agent.link import StreamLink
+from telegrad.agent.memory import Direct, connect
+from telegrad.agent.pool import Pool, Work
+from telegrad.transport.buffers import BufferPool
+from telegrad.transport.sockets import SocketStream, connect_tcp, listen_tcp
+from telegrad.transport.tls import TlsStream, client_context, make_certificate, server_context
+from telegrad.wire.frames import PREFIX, Frame, prefix
+from telegrad.wire.messages import Body, Call, Ping, Reply
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    with no_new_threads():
+        yield
+
+
+class Side:
+    """The least agent: it remembers what arrives, and answers calls if told to."""
+
+    def __init__(self, name: str, worker_id: int) -> None:
+        self.me = SimpleNamespace(worker_id=worker_id)
+        self.pool = Pool(name, 4)
+        self.buffers = BufferPool()
+        self.frames: list[Frame] = []
+        self.broken: list[str] = []
+        self.answers = False
+        self.link: Any = None
+
+    def arrived(self, link: Any, frames: Iterable[Frame]) -> Sequence[Work]:
+        frames = list(frames)
+        self.frames.extend(frames)
+        if not self.answers:
+            return ()
+        return [
+            (
+                lambda link, frame: link.send(Reply(frame.message.call_id, frame.message.body), frame.buffers),
+                link,
+                frame,
+            )
+            for frame in frames
+        ]
+
+    def link_broken(self, link: Any, reason: str) -> None:
+        self.broken.append(reason)
+
+    def got(self, count: int) -> list[Frame]:
+        assert eventually(lambda: len(self.frames) >= count), f"{len(self.frames)} of {count} frames; {self.broken}"
+        return self.frames
+
+
+Pair = tuple[Side, Side]
+
+
+def _unix() -> tuple[Any, Any]:
+    one, two = socket.socketpair()
+    return SocketStream(one), SocketStream(two)
+
+
+def _tcp() -> tuple[Any, Any]:
+    door, (host, port) = listen_tcp("127.0.0.1", 0)
+    with door:
+        one = connect_tcp(host, port, PATIENCE)
+        two, _ = door.accept()
+    return SocketStream(one), SocketStream(two)
+
+
+def _tls() -> tuple[Any, Any]:
+    raw_one, raw_two = _tcp()
+    one = TlsStream(raw_one, client_context(), server_side=False)
+    two = TlsStream(raw_two, server_context(make_certificate()), server_side=True)
+    done = [False, False]
+    assert eventually(lambda: all(_step(done, one, two)))
+    one.trust()
+    two.trust()
+    return one, two
+
+
+def _step(done: list[bool], *streams: TlsStream) -> list[bool]:
+    done[:] = [was or stream.handshake_step() for was, stream in zip(done, streams, strict=True)]
+    return done
+
+
+STREAMS: dict[str, Callable[[], tuple[Any, Any]]] = {"unix": _unix, "tcp": _tcp, "tls": _tls}
+
+
+def linked(transport: str) -> Pair:
+    caller, callee = Side("caller", 1), Side("callee", 2)
+    if transport == "memory":
+        caller.link, callee.link = connect(caller, callee, Direct())
+    else:
+        for side, stream, other in zip((caller, callee), STREAMS[transport](), (callee, caller), strict=True):
+            side.link = StreamLink(stream, other.me.worker_id, side is caller, side.pool, side, side.buffers.lend)
+        caller.link.start()
+        callee.link.start()
+    return caller, callee
+
+
+def unlink(*sides: Side) -> None:
+    for side in sides:
+        side.link.close()
+    for side in sides:
+        side.pool.close(PATIENCE)
+
+
+@pytest.fixture(params=["memory", *STREAMS])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    sides = linked(request.param)
+    yield sides
+    unlink(*sides)
+
+
+@pytest.fixture(params=list(STREAMS))
+def stream_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    sides = linked(request.param)
+    yield sides
+    unlink(*sides)
+
+
+def big(size: int, seed: int) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def send_big(link: Any, call_id: int, *buffers: bytes) -> None:
+    link.send(Call(call_id, "f", Body(buffers=tuple(map(len, buffers)))), [memoryview(buffer) for buffer in buffers])
+
+
+def test_frames_arrive_whole_and_in_order(pair: Pair) -> None:
+    caller, callee = pair
+    for number in range(300):
+        caller.link.send(Call(number, "f" * (number % 50), Body(tree=[0, "x" * (37 * number)])))
+    frames = callee.got(300)
+    assert [frame.message.call_id for frame in frames] == list(range(300))
+    assert all(frame.message.body.tree == [0, "x" * (37 * number)] for number, frame in enumerate(frames))
+
+
+def test_big_buffers_and_small_messages_between_them(pair: Pair) -> None:
+    caller, callee = pair
+    sizes = [5 << 20, 1, 70_000, 1 << 20]
+    data = [big(size, size) for size in sizes]
+    caller.link.send(Ping())
+    send_big(caller.link, 1, *data)
+    caller.link.send(Call(2, "after"))
+    send_big(caller.link, 3, data[1], data[2])
+    frames = callee.got(4)
+    assert [bytes(buffer) for buffer in frames[1].buffers] == data
+    assert frames[2].message == Call(2, "after")
+    assert [bytes(buffer) for buffer in frames[3].buffers] == data[1:3]
+
+
+def test_a_received_buffer_is_writable_and_ones_own(pair: Pair) -> None:
+    caller, callee = pair
+    data = bytearray(big(1 << 20, 1))
+    send_big(caller.link, 1, data)
+    received = memoryview(callee.got(1)[0].buffers[0])
+    before = bytes(data)
+    data[:4] = b"over"
+    assert bytes(received) == before
+    received[:4] = b"mine"
+    assert bytes(data[:4]) == b"over"
+
+
+def test_both_directions_at_once(pair: Pair) -> None:
+    """Each sends more than any socket holds before it reads: both must go on reading while they send."""
+    data = big(5 << 20, 2)
+
+    def send(side: Side) -> None:
+        for number in range(4):
+            send_big(side.link, number, data)
+
+    for join in [in_thread(lambda side=side: send(side)) for side in pair]:
+        join()
+    for side in pair:
+        assert all(bytes(frame.buffers[0]) == data for frame in side.got(4))
+
+
+def test_many_threads_send(pair: Pair) -> None:
+    caller, callee = pair
+    payload = big(20_000, 3)
+
+    def send(thread: int) -> None:
+        for number in range(40):
+            if number % 4:
+                caller.link.send(Call(number, str(thread)), more=bool(number % 3))
+            else:
+                caller.link.send(Call(number, str(thread), Body(buffers=(len(payload),))), [memoryview(payload)])
+
+    for join in [in_thread(lambda thread=thread: send(thread)) for thread in range(8)]:
+        join()
+    frames = callee.got(320)
+    assert len(frames) == 320
+    for thread in range(8):
+        mine = [frame for frame in frames if frame.message.function == str(thread)]
+        assert [frame.message.call_id for frame in mine] == list(range(40))
+        assert all(bytes(frame.buffers[0]) == payload for frame in mine if frame.buffers)
+
+
+def test_what_is_posted_goes_with_the_next_message_or_a_flush(pair: Pair) -> None:
+    caller, callee = pair
+    caller.link.post(Call(1, "posted"))
+    caller.link.send(Call(2, "sent"))
+    assert [frame.message.call_id for frame in callee.got(2)] == [1, 2]
+    caller.link.post(Call(3, "posted"))
+    caller.link.flush()
+    assert callee.got(3)[2].message.call_id == 3
+    assert not caller.link.has_posted()
+
+
+@pytest.mark.parametrize("closer", [0, 1], ids=["caller", "callee"])
+def test_the_other_side_notices_a_close_once(pair: Pair, closer: int) -> None:
+    one, other = pair[closer], pair[1 - closer]
+    one.link.send(Call(1, "last words"))
+    other.got(1)
+    one.link.close()
+    one.link.close()
+    assert eventually(lambda: other.broken)
+    for side in pair:
+        side.link.send(Ping())  # to nobody: no error, and no second loss
+    time.sleep(0.05)
+    assert other.broken == ["the connection was closed"]
+    assert one.broken == []
+    assert "closed" in repr(one.link)
+
+
+def test_a_waiting_thread_reads_its_own_answer(pair: Pair) -> None:
+    caller, callee = pair
+    callee.answers = True
+    for number in range(20):
+        caller.link.send(Call(number, "f"))
+        caller.link.help_read(lambda number=number: len(caller.frames) > number, time.monotonic() + PATIENCE)
+        assert caller.got(number + 1)[number].message.call_id == number
+
+
+def test_many_threads_wait_for_their_answers(pair: Pair) -> None:
+    caller, callee = pair
+    callee.answers = True
+    payload = big(100_000, 4)
+
+    def answered(call_id: int) -> bool:
+        return any(frame.message.call_id == call_id for frame in list(caller.frames))
+
+    def call(thread: int) -> None:
+        for number in range(10):
+            call_id = 100 * thread + number
+            send_big(caller.link, call_id, payload)
+            caller.link.help_read(lambda call_id=call_id: answered(call_id), time.monotonic() + PATIENCE)
+            assert eventually(lambda call_id=call_id: answered(call_id))
+
+    for join in [in_thread(lambda thread=thread: call(thread)) for thread in range(6)]:
+        join()
+    assert len(caller.frames) == 60
+    assert all(bytes(frame.buffers[0]) == payload for frame in caller.frames)
+
+
+def test_help_ends_at_its_deadline_and_at_a_close(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    start = time.monotonic()
+    assert caller.link.help_read(lambda: False, start + 0.05)
+    assert 0.05 <= time.monotonic() - start < 2.0
+    helping = in_thread(lambda: caller.link.help_read(lambda: False, time.monotonic() + PATIENCE))
+    assert eventually(lambda: caller.link._reading.locked())
+    assert not caller.link.help_read(lambda: False, time.monotonic() + PATIENCE)  # one at a time
+    callee.link.close()
+    assert helping() is True
+    assert caller.broken == ["the connection was closed"]
+
+
+def test_a_close_on_this_side_ends_the_help_too(stream_pair: Pair) -> None:
+    caller, _ = stream_pair
+    helping = in_thread(lambda: caller.link.help_read(lambda: False, time.monotonic() + PATIENCE))
+    assert eventually(lambda: caller.link._reading.locked())
+    caller.link.close()
+    assert helping() is True
+    assert caller.broken == []
+
+
+@pytest.mark.parametrize(
+    ("garbage", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n\r\n", "a frame begins with"),
+        (prefix(5, 0) + b"\xc1\xc1\xc1\xc1\xc1", "is not a message"),
+        (PREFIX.pack(b"tgr\x01", 0xFFFFFFFF, 0), "is larger than"),
+        (prefix(2, 10) + b"\x91\x07" + bytes(10), "bytes follow a header|is not a message"),
+    ],
+    ids=["magic", "header", "length", "stream"],
+)
+def test_garbage_breaks_the_link_and_nothing_else(stream_pair: Pair, garbage: bytes, reason: str) -> None:
+    caller, callee = stream_pair
+    caller.link.send(Call(1, "before"))
+    callee.got(1)
+    caller.link._stream.send([garbage])
+    assert eventually(lambda: callee.broken)
+    assert len(callee.broken) == 1
+    assert pytest.raises(AssertionError, match=reason).matches(AssertionError(callee.broken[0]))
+    assert len(callee.frames) == 1
+    assert eventually(lambda: caller.broken)
+
+
+def test_half_a_frame_and_a_close(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    caller.link._stream.send([prefix(100, 0) + b"only the beginning"])
+    caller.link.close()
+    assert eventually(lambda: callee.broken == ["the connection was closed"])
+    assert callee.frames == []
+
+
+def test_a_close_wakes_a_sender_that_the_peer_does_not_hear(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    callee.pool.forget(callee.link._fd)  # it stops reading
+    stuck = in_thread(lambda: [send_big(caller.link, number, big(4 << 20, 5)) for number in range(8)])
+    assert eventually(lambda: caller.link._sending.locked())
+    closer = threading.Timer(0.05, caller.link.close)
+    closer.start()
+    stuck()
+    closer.join()
+    assert caller.broken == []
+
+
+def test_a_frame_that_is_held_is_let_go_with_the_link(pair: Pair) -> None:
+    caller, _ = pair
+    caller.link.held[1] = object()
+    caller.link.close()
+    assert not caller.link.held

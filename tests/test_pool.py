@@ -1,0 +1,278 @@
+"""The pool: its five rules, and its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from support import PATIENCE, eventually, no_new_threads
+from telegrad.agent.pool import Pool, UserCall, Work
+
+
+@pytest.fixture(autouse=True)
+def _no_threads_left() -> Iterator[None]:
+    with no_new_threads():
+        yield
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[[int], Pool]]:
+    pools: list[Pool] = []
+
+    def make(limit: int) -> Pool:
+        pools.append(Pool("pool", limit))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close(PATIENCE)
+
+
+def call(action: Callable[[], Any]) -> UserCall:
+    """A user's call, as work."""
+    return UserCall((lambda _, __: action(), None, None))
+
+
+class Bell:
+    """A source that gives one batch of work per byte."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.batches: list[Sequence[Work]] = []
+        self.flushed = threading.Event()
+        self._here, self._there = socket.socketpair()
+        self._there.setblocking(False)
+        self.fd = self._there.fileno()
+        pool.watch(self.fd, self)
+
+    def ring(self, *batch: Work) -> None:
+        self.batches.append(batch)
+        self._here.send(b"!")
+
+    def readable(self) -> Sequence[Work]:
+        try:
+            self._there.recv(1)
+            return self.batches.pop(0)
+        except BlockingIOError:
+            return ()
+        finally:
+            self.pool.arm(self.fd, self)
+
+    def linger(self) -> Sequence[Work]:
+        return ()
+
+    def flush(self) -> None:
+        self.flushed.set()
+
+    def close(self) -> None:
+        self.pool.forget(self.fd)
+        self._here.close()
+        self._there.close()
+
+
+class Crowd:
+    """Work that stays inside until it is let go, and counts how many are in."""
+
+    def __init__(self, around: Callable[[Callable[[], Any]], Any] = lambda wait: wait()) -> None:
+        self.inside = self.most = 0
+        self.go = threading.Event()
+        self._around = around
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+        self._around(lambda: self.go.wait(PATIENCE))
+        with self._lock:
+            self.inside -= 1
+
+
+def test_it_runs_what_is_submitted(make: Callable[[int], Pool]) -> None:
+    pool, seen = make(4), []
+    pool.submit((lambda one, two: seen.append((one, two)), 1, 2))
+    pool.submit_all([call(lambda number=number: seen.append(number)) for number in range(100)])
+    assert eventually(lambda: len(seen) == 101)
+    assert {number for number in seen if isinstance(number, int)} == set(range(100))
+    assert (1, 2) in seen
+    assert eventually(lambda: pool.busy == 0)
+
+
+def test_it_runs_what_a_source_reads(make: Callable[[int], Pool]) -> None:
+    pool, seen = make(4), []
+    bell = Bell(pool)
+    for number in range(20):
+        bell.ring(call(lambda number=number: seen.append(number)))
+    assert eventually(lambda: sorted(seen) == list(range(20)))
+    bell.close()
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_rule_1_somebody_always_waits(make: Callable[[int], Pool], limit: int) -> None:
+    """Even when all threads are busy, what comes in is read, and what is not a user's call is run."""
+    pool, crowd, handled = make(limit), Crowd(), threading.Event()
+    bell = Bell(pool)
+    for _ in range(limit):
+        bell.ring(call(crowd))
+    assert eventually(lambda: crowd.inside == limit)
+    bell.ring((lambda _, __: handled.set(), None, None))
+    assert handled.wait(PATIENCE)
+    crowd.go.set()
+    bell.close()
+
+
+def test_rule_2_at_most_the_limit_runs_at_once(make: Callable[[int], Pool]) -> None:
+    pool, lock = make(3), threading.Lock()
+    running, most, done = 0, 0, 0
+
+    def work() -> None:
+        nonlocal running, most, done
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.002)  # a function that makes progress, so the limit has no reason to give way
+        with lock:
+            running -= 1
+            done += 1
+
+    pool.submit_all([call(work) for _ in range(60)])
+    assert eventually(lambda: done == 60)
+    assert most <= 3
+
+
+def test_rule_2_a_thread_that_waits_for_another_worker_does_not_count(make: Callable[[int], Pool]) -> None:
+    pool = make(1)
+
+    def visibly(wait: Callable[[], Any]) -> None:
+        assert pool.runs_here()
+        with pool.blocked():
+            wait()
+
+    crowd, start = Crowd(visibly), time.monotonic()
+    for _ in range(30):
+        pool.submit(call(crowd))
+    assert eventually(lambda: crowd.inside == 30)
+    assert time.monotonic() - start < 1.0  # with 50 ms for each, as in rule 4, it were 1.5 s
+    assert pool.busy == 30
+    crowd.go.set()
+    assert eventually(lambda: pool.busy == 0)
+
+
+def test_rule_3_a_burst_is_not_held_up_by_its_first_item(make: Callable[[int], Pool]) -> None:
+    pool, crowd, seen = make(4), Crowd(), []
+    bell = Bell(pool)
+    bell.ring(call(crowd), *(call(lambda number=number: seen.append(number)) for number in range(10)))
+    start = time.monotonic()
+    assert eventually(lambda: len(seen) == 10)
+    assert time.monotonic() - start < 1.0
+    assert crowd.inside == 1
+    crowd.go.set()
+    bell.close()
+
+
+def test_rule_3_a_burst_of_short_functions_stays_on_few_threads(make: Callable[[int], Pool]) -> None:
+    pool, threads, done = make(8), set(), []
+    bell = Bell(pool)
+
+    def work() -> None:
+        threads.add(threading.get_ident())
+        done.append(None)
+
+    bell.ring(*(call(work) for _ in range(200)))
+    assert eventually(lambda: len(done) == 200)
+    assert len(threads) <= 4
+    bell.close()
+
+
+def test_rule_4_a_stuck_pool_grows(make: Callable[[int], Pool]) -> None:
+    pool, crowd = make(2), Crowd()  # whose waits the pool cannot see
+    pool.submit_all([call(crowd) for _ in range(6)])
+    assert eventually(lambda: crowd.inside == 6)
+    crowd.go.set()
+    assert eventually(lambda: pool.busy == 0)
+
+
+def test_rule_5_corked_answers_go_out(make: Callable[[int], Pool]) -> None:
+    pool, corked = make(2), []
+    bell = Bell(pool)
+    bell.ring(*(call(lambda: corked.append(pool.cork(bell))) for _ in range(10)))
+    assert eventually(lambda: len(corked) == 10)
+    assert any(corked)
+    assert bell.flushed.wait(PATIENCE)
+    assert not pool.cork(bell)  # nothing is queued: send at once
+    bell.close()
+
+
+def test_rule_5_answers_do_not_wait_for_a_long_call_behind_them(make: Callable[[int], Pool]) -> None:
+    pool, crowd, corked = make(1), Crowd(), []
+    bell = Bell(pool)
+    bell.ring(call(lambda: corked.append(pool.cork(bell))), call(crowd))
+    assert bell.flushed.wait(PATIENCE)
+    assert corked == [True]
+    crowd.go.set()
+    bell.close()
+
+
+def test_work_that_raises_harms_nobody(make: Callable[[int], Pool], caplog: pytest.LogCaptureFixture) -> None:
+    pool, seen = make(1), threading.Event()
+    pool.submit(call(lambda: 1 / 0))
+    pool.submit(call(seen.set))
+    assert seen.wait(PATIENCE)
+    assert "failed in an internal task" in caplog.text
+
+
+def test_other_threads_are_not_the_pools(make: Callable[[int], Pool]) -> None:
+    pool, answers = make(1), []
+    assert not pool.runs_here()
+    pool.submit(call(lambda: answers.append(pool.runs_here())))
+    assert eventually(lambda: answers == [True])
+
+
+def test_close_joins_all_threads_and_frees_the_descriptors() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    for _ in range(20):
+        pool = Pool("pool", 4)
+        pool.submit_all([call(lambda: None) for _ in range(20)])
+        pool.close(PATIENCE)
+        assert not pool._threads
+        pool.submit(call(lambda: None))  # too late, and harmless
+        del pool
+    assert eventually(lambda: descriptors() <= before)
+
+
+def test_close_does_not_wait_for_ever(make: Callable[[int], Pool]) -> None:
+    pool, crowd = Pool("pool", 4), Crowd()
+    pool.submit(call(crowd))
+    assert eventually(lambda: crowd.inside == 1)
+    start = time.monotonic()
+    pool.close(0.05)
+    assert time.monotonic() - start < 2.0
+    crowd.go.set()
+    assert eventually(lambda: not pool._threads)
+
+
+def test_close_while_threads_are_born() -> None:
+    for _ in range(30):
+        pool, crowd = Pool("pool", 8), Crowd()
+        crowd.go.set()
+        pool.submit_all([call(crowd) for _ in range(8)])
+        pool.close(PATIENCE)
+        assert not pool._threads
+
+
+def test_what_nobody_began_can_be_taken_away() -> None:
+    pool = Pool("pool", 1)
+    pool.close(PATIENCE)
+    user, other = call(lambda: None), (print, 1, 2)
+    pool.submit_all([user, other])
+    assert sorted(map(id, pool.drain())) == sorted([id(user), id(other)])
+    assert pool.drain() == []
