@@ -611,6 +611,13 @@ def test_malformed_descriptions_are_refused(meta):
         values.tensors_of(Body(tensors=(meta,)), buffers)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
+def test_a_device_that_torch_was_built_without():
+    """Torch says so with an AssertionError, the first time."""
+    with pytest.raises(SerializationError, match="CUDA"):
+        values.tensors_of(Body(tensors=(TensorMeta(FLOAT, (1,), 0, device="cuda"),)), [bytearray(4)])
+
+
 @pytest.mark.parametrize("buffer", [5, None, "text", object()], ids=str)
 def test_a_buffer_that_never_came_is_refused(buffer):
     for meta in (TensorMeta(FLOAT, (1,), 0), TensorMeta(HALF, (1,), 0), TensorMeta(FLOAT, (1,), 0, (1,))):

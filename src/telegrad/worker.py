@@ -286,7 +286,7 @@ class Worker:
             except RpcTimeoutError as error:
                 missing = ", ".join(self._missing()) or "some of them"
                 raise RpcTimeoutError(
-                    f"shutdown waited {timeout:g} s for the other workers: {missing} did not call it"
+                    f"shutdown waited {timeout:g} s for the other workers: {missing} did not call shutdown"
                 ) from error
             if number and not again:
                 return

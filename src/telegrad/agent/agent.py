@@ -19,7 +19,7 @@ from torch import Tensor
 
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
-from telegrad.agent.failures import failure_of, rebuild
+from telegrad.agent.failures import copy_of, failure_of, rebuild
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
 from telegrad.agent.notes import Inbox, Outbox
@@ -255,7 +255,7 @@ class Agent:
     def _result(self, ticket: Ticket) -> Any:
         outcome = ticket.outcome
         if isinstance(outcome, TelegradError):
-            raise outcome
+            raise copy_of(outcome)  # the ticket holds the outcome, and a traceback would hold the ticket
         assert outcome is not None
         message = outcome.message
         if type(message) is Reply:
