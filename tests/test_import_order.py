@@ -18,7 +18,9 @@ LAYERS = [line.split() for line in """
     telegrad.errors  telegrad.ids
     telegrad.wire
     telegrad.wire.messages
-    telegrad.wire.codec  telegrad.wire.frames  telegrad.wire.callables  telegrad.wire.tensors
+    telegrad.wire.codec  telegrad.wire.frames  telegrad.wire.callables  telegrad.wire.dtypes  telegrad.wire.regions
+    telegrad.wire.tensors  telegrad.wire.tree
+    telegrad.wire.pickles
     telegrad.wire.values
     telegrad.transport
     telegrad.transport.base  telegrad.transport.buffers  telegrad.transport.handshake  telegrad.transport.sockets
@@ -35,8 +37,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.agent
     telegrad.agent.barrier  telegrad.agent.execution
     telegrad.rref
-    telegrad.rref.forks
-    telegrad.rref.instructions
+    telegrad.rref.forks  telegrad.rref.instructions
     telegrad.rref.ledger
     telegrad.rref.references
     telegrad.rref.rref

@@ -153,6 +153,19 @@ def test_a_worker_that_left_a_job_of_open_size_frees_its_name_and_rank(trio: lis
     leave([trio[0], trio[2]])
 
 
+def test_without_its_rendezvous_a_job_of_open_size_finds_nobody_new_and_says_why(trio: list[Puppet]) -> None:
+    where = tcp()
+    begin(trio[0], 0, "alice", None, init_method=where).result()
+    begin(trio[1], 1, "bob", None, init_method=where).result()
+    begin(trio[2], 2, "carol", None, init_method=where).result()
+    assert trio[1].run(rpc.rpc_sync, "carol", deeds.add, args=(1, 2)) == 3
+    trio[0].kill()
+    with pytest.raises(RendezvousError, match="cannot find out about worker 'dave': the rendezvous is gone"):
+        trio[1].run(rpc.rpc_sync, "dave", deeds.nothing)
+    assert trio[1].run(rpc.rpc_sync, "carol", deeds.add, args=(1, 2)) == 3
+    leave(trio[1:])
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 

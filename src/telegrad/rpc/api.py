@@ -87,21 +87,25 @@ def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
     Starts again when the store goes away: it may have been that of the job before, which rank 0 was about to leave.
     """
     corner, mark = f"telegrad/{next(_generation)}", secrets.token_hex(8)
-    deadline = time.monotonic() + options.init_timeout
+    left = options.init_timeout
+    deadline = time.monotonic() + left
     while True:
         try:
-            return _meet(corner, mark, name, rank, world_size, options)
+            return _meet(corner, mark, name, rank, world_size, options, left)
         except DistNetworkError as error:
-            if time.monotonic() > deadline:
+            left = round(deadline - time.monotonic(), 1)
+            if left <= 0:
                 raise RendezvousError(
                     f"the rendezvous at {options.init_method} went away while this worker waited there: {error}"
                 ) from error
         time.sleep(0.02)
 
 
-def _meet(corner: str, mark: str, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Worker:
-    store = open_store(options.init_method, rank, world_size, options.init_timeout)
-    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, options.init_timeout, mark)
+def _meet(
+    corner: str, mark: str, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, timeout: float
+) -> Worker:
+    store = open_store(options.init_method, rank, world_size, timeout)
+    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, timeout, mark)
     meeting.claim()
     key = meeting.key(options.secret_bytes())
     near = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")

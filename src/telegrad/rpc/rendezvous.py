@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
+from torch._C import _DistNetworkError as DistNetworkError
 from torch._C._distributed_c10d import Store
 
 from telegrad.agent.peers import WorkerRecord
@@ -88,12 +89,18 @@ class Meeting:
 
     def find(self, worker: str | int, key: bytes) -> WorkerRecord | None:
         """The record of a worker that joined later, by name or rank (a job of open size)."""
-        if isinstance(worker, str):
-            if not self.store.check([f"name/{worker}"]):
-                return None
-            worker = int(self.store.get(f"name/{worker}"))
-            self.store.wait([f"record/{worker}"], timedelta(seconds=self.timeout))
-        return self._read(worker, key) if self.store.check([f"record/{worker}"]) else None
+        try:
+            rank = worker
+            if isinstance(rank, str):
+                if not self.store.check([f"name/{worker}"]):
+                    return None
+                rank = int(self.store.get(f"name/{worker}"))
+                self.store.wait([f"record/{rank}"], timedelta(seconds=self.timeout))
+            return self._read(rank, key) if self.store.check([f"record/{rank}"]) else None
+        except DistNetworkError as error:
+            raise RendezvousError(
+                f"cannot find out about worker {worker!r}: the rendezvous is gone, which rank 0 or the launcher served"
+            ) from error
 
     def leave(self) -> None:
         """Frees rank and name, in a job of open size."""

@@ -87,7 +87,7 @@ class RRef(Generic[T]):
         return value
 
     def _check_broken(self) -> None:
-        if self._fork_id in self._references.broken:
+        if self._fork_id in self._references.broken and not self._references.worker.closed:
             reason = self._references.broken[self._fork_id]
             if reason is not None:
                 raise type(reason)(*reason.args)

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 MAIN_MODULES = ("__main__", "__mp_main__")
 
 _exported: dict[str, Callable[..., Any]] = {}
-_names: dict[Any, str] = {}  # name_of, remembered: 0.1 us instead of 2
+_names: dict[Any, str] = {}  # name_of, remembered: 0.3 us instead of 2
 _NAMES_KEPT = 4096
 
 
@@ -48,7 +48,7 @@ def name_of(function: Any) -> str | None:
         name = _names.get(function)
     except TypeError:  # not hashable
         return None
-    if name is None:
+    if name is None or _is_stale(name, function):
         name = _find_name(function)
         if name is not None:
             if len(_names) >= _NAMES_KEPT:
@@ -56,6 +56,14 @@ def name_of(function: Any) -> str | None:
                 _names.update((exported, key) for key, exported in _exported.items())
             _names[function] = name
     return name
+
+
+def _is_stale(name: str, function: Any) -> bool:
+    """Whether the name means another function by now, as after a cell of a notebook ran again."""
+    module_name, _, path = name.partition(":")
+    if "." in path or name in _exported:
+        return False
+    return getattr(sys.modules.get(module_name), path, None) is not function
 
 
 def _find_name(function: Any) -> str | None:

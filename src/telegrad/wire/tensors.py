@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,38 +17,23 @@ import torch
 from torch import Tensor
 
 from telegrad.errors import SerializationError, UsageError
+from telegrad.wire.dtypes import (
+    COMPRESSED_LAYOUTS,
+    DTYPE_CODES,
+    DTYPES,
+    LAYOUT_CODES,
+    NUMPY_CODES,
+    NUMPY_DTYPES,
+    QUANTIZED_DTYPES,
+)
 from telegrad.wire.messages import InPeer, TensorMeta
+from telegrad.wire.regions import Region, all_apart, overlaps, span
 
-INLINE_LIMIT = 8 << 10
+INLINE_LIMIT = 8 << 10  # bytes of one buffer
+INLINE_BUDGET = 4 << 20  # of all buffers in one header
 
 _REQUIRES_GRAD, _PARAMETER, _CONJUGATE, _NEGATIVE, _COALESCED = 1, 2, 4, 8, 16
 _STRIDED, _COO, _COMPRESSED, _QUANTIZED, _QUANTIZED_CHANNELS, _META = range(6)
-
-# The position is the code on the wire: only ever append.
-_DTYPE_NAMES = """
-float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64
-float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32
-quint4x2 quint2x4 bits1x8 bits2x4 bits4x2 bits8 bits16 uint1 uint2 uint3 uint4 uint5 uint6 uint7
-int1 int2 int3 int4 int5 int6 int7
-""".split()
-DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _DTYPE_NAMES]
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
-
-_QUANTIZED_DTYPES = frozenset(dtype for dtype in DTYPES if "torch.q" in str(dtype))
-
-_COMPRESSED_LAYOUTS = {
-    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
-    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
-    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
-}
-_LAYOUT_CODES = list(_COMPRESSED_LAYOUTS)
-
-_NUMPY_DTYPES: list[np.dtype[Any] | None] = [
-    np.dtype(name) if hasattr(np, name) else None
-    for name in (name if name in _DTYPE_NAMES[:12] else "-" for name in _DTYPE_NAMES)
-]
-_NUMPY_CODES = {dtype.num: code for code, dtype in enumerate(_NUMPY_DTYPES) if dtype is not None}
 
 #: Tensor classes that are rebuilt from the table; any other subclass goes through pickle as its class says.
 TABLE_TYPES = (Tensor, torch.nn.Parameter)
@@ -74,17 +58,25 @@ def in_table(tensor: Tensor) -> bool:
 class Packed:
     """The buffers of one message on their way out."""
 
-    __slots__ = ("buffers", "keep", "stays", "stream")
+    __slots__ = ("_budget", "buffers", "keep", "stays", "stream")
 
     def __init__(self) -> None:
         self.buffers: list[bytes | int | InPeer] = []
         self.stream: list[memoryview] = []  # follow the header
         self.keep: list[object] = []  # memory that must live until the receiver has it
         self.stays = 0  # how many bytes the receiver will read from us
+        self._budget = INLINE_BUDGET
+
+    def inlines(self, size: int) -> bool:
+        """Whether a buffer of that size rides inside the header; if so, it is counted."""
+        if size > INLINE_LIMIT or size > self._budget:
+            return False
+        self._budget -= size
+        return True
 
     def add(self, memory: memoryview | bytes, keep: object, lane_limit: int | None) -> int:
         """Adds one buffer by the cheapest way that is open; returns its index."""
-        if len(memory) <= INLINE_LIMIT:
+        if self.inlines(len(memory)):
             self.buffers.append(bytes(memory))
         elif lane_limit is not None and len(memory) >= lane_limit:
             self.buffers.append(InPeer(np.frombuffer(memory, np.uint8).ctypes.data, len(memory)))
@@ -113,9 +105,9 @@ def pack(
     tensors: Sequence[Tensor], packed: Packed, lane_limit: int | None, device_for: DeviceMap
 ) -> tuple[TensorMeta, ...]:
     """Describes the tensors and puts their memory into ``packed``."""
-    if len(tensors) == 1 or _all_apart(tensors):
+    if len(tensors) == 1 or all_apart(tensors):
         return tuple([_pack_one(tensor, packed, lane_limit, device_for) for tensor in tensors])
-    shared = _overlaps(tensors)
+    shared = overlaps(tensors)
     return tuple(
         [
             _pack_shared(tensor, shared[id(tensor)], packed, lane_limit)
@@ -140,8 +132,8 @@ def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for
     except (TypeError, RuntimeError):
         pass
     else:
-        code = _NUMPY_CODES.get(array.dtype.num)
-        if code is not None and array.nbytes <= INLINE_LIMIT and array.flags.c_contiguous:
+        code = NUMPY_CODES.get(array.dtype.num)
+        if code is not None and array.flags.c_contiguous and packed.inlines(array.nbytes):
             packed.buffers.append(array.tobytes())
             return TensorMeta(code, array.shape, len(packed.buffers) - 1, None, 0, flags)
     if not in_table(tensor):
@@ -160,25 +152,18 @@ def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for
         tensor, flags = torch._neg_view(tensor), flags | _NEGATIVE
     stride = None
     if not tensor.is_contiguous():
-        if _span(tensor) > tensor.numel():
+        if span(tensor) > tensor.numel():
             tensor = tensor.detach().contiguous()
         else:
             stride = tensor.stride()
-    size = tensor.nbytes if stride is None else _span(tensor) * tensor.itemsize
-    if size <= INLINE_LIMIT:
+    size = tensor.nbytes if stride is None else span(tensor) * tensor.itemsize
+    if packed.inlines(size):
         packed.buffers.append(ctypes.string_at(tensor.data_ptr(), size))
         buffer = len(packed.buffers) - 1
     else:
         start = int(tensor.storage_offset()) * tensor.itemsize
         buffer = packed.add_storage(tensor, start, size, lane_limit)
     return TensorMeta(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), buffer, stride, 0, flags, 0, (), (), device)
-
-
-def _span(tensor: Tensor) -> int:
-    """How many elements of memory lie between the first and the last that the tensor sees."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _memory(tensor: Tensor, start: int, size: int) -> memoryview:
@@ -198,11 +183,11 @@ def _pack_composite(
         layout = _COO
         flags |= _COALESCED if tensor.is_coalesced() else 0
         parts: tuple[Tensor, ...] = (detached._indices(), detached._values())
-    elif tensor.layout in _COMPRESSED_LAYOUTS:
+    elif tensor.layout in COMPRESSED_LAYOUTS:
         layout = _COMPRESSED
-        outer, inner = _COMPRESSED_LAYOUTS[tensor.layout]
+        outer, inner = COMPRESSED_LAYOUTS[tensor.layout]
         parts = (outer(detached), inner(detached), detached.values())
-        scalars = (_LAYOUT_CODES.index(tensor.layout),)
+        scalars = (LAYOUT_CODES.index(tensor.layout),)
     elif tensor.is_quantized and tensor.qscheme() is torch.per_tensor_affine:
         layout, parts = _QUANTIZED, (detached.int_repr(),)
         scalars = (tensor.q_scale(), tensor.q_zero_point())
@@ -213,7 +198,7 @@ def _pack_composite(
     else:
         raise SerializationError(f"a tensor of layout {tensor.layout} cannot be sent: call .to_dense() on it first")
     metas = tuple(
-        _pack_one(part if _span(part) >= part.numel() else part.contiguous(), packed, lane_limit, lambda _: None)
+        _pack_one(part if span(part) >= part.numel() else part.contiguous(), packed, lane_limit, lambda _: None)
         for part in parts
     )
     return TensorMeta(
@@ -221,56 +206,7 @@ def _pack_composite(
     )
 
 
-# --- aliasing -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _Region:
-    """Overlapping pieces of one storage, sent as one buffer."""
-
-    start: int
-    end: int
-    members: list[Tensor]
-    buffer: int = -1
-
-
-def _all_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether no two share a storage: the usual case, quickly."""
-    try:
-        return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
-    except (NotImplementedError, RuntimeError):
-        return False  # a tensor without a storage is among them
-
-
-def _overlaps(tensors: Sequence[Tensor]) -> dict[int, _Region]:
-    """The tensors whose memory overlaps another's, each with the region that they share."""
-    by_storage: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        plain = tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
-        if plain and tensor.numel():
-            by_storage.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    shared: dict[int, _Region] = {}
-    for group in by_storage.values():
-        for region in _regions(group) if len(group) > 1 else ():
-            if len(region.members) > 1:
-                shared.update((id(member), region) for member in region.members)
-    return shared
-
-
-def _regions(group: list[Tensor]) -> list[_Region]:
-    regions: list[_Region] = []
-    for tensor in sorted(group, key=lambda tensor: tensor.storage_offset() * tensor.itemsize):
-        start = int(tensor.storage_offset()) * tensor.itemsize
-        end = start + _span(tensor) * tensor.itemsize
-        if regions and start < regions[-1].end:
-            regions[-1].end = max(regions[-1].end, end)
-            regions[-1].members.append(tensor)
-        else:
-            regions.append(_Region(start, end, [tensor]))
-    return regions
-
-
-def _pack_shared(tensor: Tensor, region: _Region, packed: Packed, lane_limit: int | None) -> TensorMeta:
+def _pack_shared(tensor: Tensor, region: Region, packed: Packed, lane_limit: int | None) -> TensorMeta:
     if region.buffer < 0:
         # Elements are addressed in their own size, so the region begins where the widest one is aligned.
         widest = max(member.itemsize for member in region.members)
@@ -297,14 +233,14 @@ def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any]) -> list[Tensor]:
 def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor]) -> Tensor:
     if meta.flags == 0 and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
         # The hot path, as in _pack_one.
-        numpy_dtype = _NUMPY_DTYPES[meta.dtype] if 0 <= meta.dtype < len(_NUMPY_DTYPES) else None
+        numpy_dtype = NUMPY_DTYPES[meta.dtype] if 0 <= meta.dtype < len(NUMPY_DTYPES) else None
         buffer = buffers[meta.buffer]
         if numpy_dtype is not None and len(buffer):
             return torch.from_numpy(np.ndarray(meta.shape, numpy_dtype, buffer))
     dtype = DTYPES[meta.dtype] if 0 <= meta.dtype < len(DTYPES) else None
     if dtype is None:
         raise SerializationError(f"this torch ({torch.__version__}) has no dtype for code {meta.dtype}")
-    if dtype in _QUANTIZED_DTYPES and meta.layout not in (_QUANTIZED, _QUANTIZED_CHANNELS):
+    if dtype in QUANTIZED_DTYPES and meta.layout not in (_QUANTIZED, _QUANTIZED_CHANNELS):
         raise SerializationError(f"{dtype} came without a scale")  # torch would crash
     flags = meta.flags
     if meta.layout == _STRIDED:
@@ -381,7 +317,7 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
         coalesced = bool(meta.flags & _COALESCED)
         return torch.sparse_coo_tensor(parts[0], parts[1], meta.shape, is_coalesced=coalesced, check_invariants=True)
     if meta.layout == _COMPRESSED:
-        layout = _LAYOUT_CODES[int(meta.scalars[0])]
+        layout = LAYOUT_CODES[int(meta.scalars[0])]
         outer, inner, values = parts
         return torch.sparse_compressed_tensor(
             outer, inner, values, size=meta.shape, layout=layout, check_invariants=True

@@ -1,0 +1,124 @@
+"""Pickle, for values that are not plain, between workers that know each other."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import threading
+from collections.abc import Sequence
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.errors import SerializationError
+from telegrad.wire.callables import MAIN_MODULES
+from telegrad.wire.tensors import TABLE_TYPES, in_table
+from telegrad.wire.tree import TreeWriter
+
+
+class _NeedsCloudpickle(Exception):
+    """A function or class of this main program, which the other side does not run."""
+
+
+def _reduce(writer: TreeWriter, same_main: bool, value: Any) -> Any:
+    """Tensors and references leave the pickle for the tables beside it."""
+    if isinstance(value, Tensor) and type(value) in TABLE_TYPES and in_table(value):
+        return _table_tensor, (writer.tensor(value),)
+    if hasattr(type(value), "__telegrad_share__"):
+        return _table_rref, (writer.rref(value),)
+    if not same_main and isinstance(value, (FunctionType, type)) and value.__module__ in MAIN_MODULES:
+        raise _NeedsCloudpickle(
+            f"{value.__qualname__!r} is defined in this main program, which the other side does not run, "
+            "and cloudpickle is switched off"
+        )
+    return NotImplemented
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(
+        self, file: io.BytesIO, writer: TreeWriter, same_main: bool, buffers: list[pickle.PickleBuffer]
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self._writer, self._same_main = writer, same_main
+
+    def reducer_override(self, value: Any) -> Any:
+        return _reduce(self._writer, self._same_main, value)
+
+
+@functools.cache
+def _cloud_pickler() -> Any:
+    """The class, made once: a class is a cycle of references, and would keep what it sends alive until the next GC."""
+    import cloudpickle  # only programs that send lambdas pay for it
+
+    class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
+        writer: TreeWriter
+
+        def reducer_override(self, value: Any) -> Any:
+            reduced = _reduce(self.writer, True, value)
+            return super().reducer_override(value) if reduced is NotImplemented else reduced
+
+    return CloudPickler
+
+
+_tables = threading.local()  # what the pickle being loaded on this thread may refer to
+
+
+def _table_tensor(index: int) -> Tensor:
+    return _tables.tensors[index]  # type: ignore[no-any-return]
+
+
+def _table_rref(index: int) -> Any:
+    return _tables.rrefs[index]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        module = "__main__" if module in MAIN_MODULES else module
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError) as error:
+            raise SerializationError(f"cannot import {name!r} from module {module!r} here: {error}") from error
+
+
+def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWriter, bytes, list[pickle.PickleBuffer]]:
+    """The pickle of a value, the tables beside it, and the buffers (of arrays, say) that need not be copied into it."""
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        writer, file = TreeWriter(), io.BytesIO()
+        _Pickler(file, writer, same_main, buffers).dump(value)
+        return writer, file.getvalue(), buffers
+    except Exception as plain_error:
+        if not allow_cloudpickle:
+            raise _cannot_pickle(value, plain_error) from plain_error
+    buffers.clear()
+    try:
+        writer, file = TreeWriter(), io.BytesIO()
+        pickler = _cloud_pickler()(file, protocol=5, buffer_callback=buffers.append)
+        pickler.writer = writer
+        pickler.dump(value)
+        return writer, file.getvalue(), buffers
+    except Exception as error:
+        raise _cannot_pickle(value, error) from error
+
+
+def _cannot_pickle(value: Any, error: Exception) -> SerializationError:
+    return SerializationError(
+        f"cannot send a value of type {type(value).__qualname__}: {str(error) or type(error).__name__}"
+    )
+
+
+def load(data: Any, buffers: list[Any], tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> Any:
+    """The value of a pickle."""
+    outer = _tables.__dict__.copy()
+    _tables.tensors, _tables.rrefs = tensors, rrefs
+    try:
+        return _Unpickler(io.BytesIO(data), buffers=buffers).load()
+    except SerializationError:
+        raise
+    except Exception as error:
+        raise SerializationError(f"cannot rebuild a value here: {type(error).__name__}: {error}") from error
+    finally:
+        _tables.__dict__.clear()
+        _tables.__dict__.update(outer)
