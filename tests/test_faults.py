@@ -99,6 +99,23 @@ def test_references_survive_what_happens_to_a_note(trio: Cluster, kind: Any, not
     assert not _alive
 
 
+def test_a_repeated_note_is_handled_once(trio: Cluster) -> None:
+    handled: list[tuple[int, int, Any]] = []
+    for worker in trio:
+        for kind, handle in list(worker.agent.note_handlers.items()):
+
+            def count(sender: int, payload: Any, me: int = worker.id, handle: Any = handle) -> None:
+                handled.append((sender, me, payload))
+                handle(sender, payload)
+
+            worker.agent.note_handlers[kind] = count
+    trio.fault("repeat", *NOTES)
+    pass_references_around()
+    assert_no_references(trio)
+    assert len(handled) >= 6
+    assert len(handled) == len(set(handled))
+
+
 def test_all_notes_suffer_at_once(trio: Cluster) -> None:
     for note in NOTES:
         trio.fault("drop", note, count=1)

@@ -103,6 +103,18 @@ def test_the_receiver_forgets_what_was_acknowledged() -> None:
         assert len(network.inbox._seen[SENDER]) <= 2
 
 
+def test_a_copy_that_comes_when_it_is_forgotten_is_not_let_through() -> None:
+    network = Network()
+    network.post()
+    late = network.notes[0]
+    network.heal()
+    network.post()
+    network.heal()  # this one said that the first is acknowledged
+    assert late.seq not in network.inbox._seen[SENDER]
+    network.deliver(late)
+    assert network.accepted == Counter([0, 1])
+
+
 def test_a_note_that_waits_holds_the_floor_and_nothing_below_it() -> None:
     network = Network()
     network.post()

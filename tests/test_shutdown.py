@@ -138,9 +138,11 @@ def test_without_grace_nobody_is_waited_for_and_nothing_hangs() -> None:
         own = workers["a"].remote("a", pass_through, (Gate(),))
         theirs = workers["b"].rpc_async("a", pass_through, (gate,))
         assert eventually(lambda: workers["b"].agent.pool.busy >= 2)
+        start = time.monotonic()
         end = in_thread(lambda: workers["a"].shutdown(graceful=False))
         with pytest.raises(WorkerLostError, match="worker 'b' has shut down"):
             bounded(mine)
+        assert time.monotonic() - start < 2.0  # not only when the threads that run user code are given up
         assert called.wait(PATIENCE)
         with pytest.raises(WorkerLostError):
             blocked()

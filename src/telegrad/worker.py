@@ -260,6 +260,8 @@ class Worker:
         """Leaves the job; gracefully: when no worker has anything left to do."""
         if self.closed:
             return
+        if graceful and self.agent.pool.runs_here():
+            raise UsageError("a function that runs for another worker cannot call shutdown: it would wait for itself")
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         try:
             if graceful:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from telegrad import rpc
@@ -30,6 +31,11 @@ def move(point: Point) -> Point:
     return Point(point.x + state["rank"])
 
 
+def apply(function: Callable[[Point], int], point: Point) -> int:
+    assert type(point) is Point, "the lambda beside it goes by value, but the class need not"
+    return function(point)
+
+
 def main(rank: int, world_size: int) -> None:
     state["rank"] = rank
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
@@ -37,6 +43,7 @@ def main(rank: int, world_size: int) -> None:
     assert rpc.rpc_sync(f"worker{other}", my_rank) == other
     assert rpc.rpc_sync(f"worker{other}", move, args=(Point(10),)) == Point(10 + other)
     assert rpc.rpc_sync(f"worker{other}", lambda: state["rank"] if "state" in globals() else None) is not None
+    assert rpc.rpc_sync(f"worker{other}", apply, args=(lambda point: point.x + 1, Point(5))) == 6
     rpc.shutdown()
     print(f"worker {rank}: all well", flush=True)
 

@@ -7,16 +7,13 @@ type, and two interceptors, one for the tensors of a body going out and one for 
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
+from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
 from telegrad.agent.failures import copy_of, failure_of, rebuild
@@ -27,15 +24,13 @@ from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool, UserCall, Work
 from telegrad.errors import RpcTimeoutError, TelegradError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
-from telegrad.transport.buffers import BufferPool
-from telegrad.wire import codec, values
+from telegrad.wire import values
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
     Body,
     Call,
     Failure,
     Goodbye,
-    InPeer,
     LaneOpen,
     Message,
     Note,
@@ -45,16 +40,15 @@ from telegrad.wire.messages import (
     Pong,
     RemoteCall,
     Reply,
-    RRefFork,
     Taken,
 )
 
 log = logging.getLogger("telegrad.agent")
 
 _TRIM_SECONDS = 30.0
+_GOODBYE_SECONDS = 2.0
 
 Handler = Callable[[Link, Frame], None]
-Incoming = Callable[[int, Any, list[Tensor]], AbstractContextManager[None] | None]
 
 
 @dataclass(frozen=True)
@@ -95,12 +89,10 @@ class Agent:
         self.options = options
         self.pool = Pool(me.name, options.threads, on_thread_start)
         self.calls: Calls[Ticket] = Calls()
-        self.buffers = BufferPool()
+        self.bodies = Bodies(options.allow_pickle)
         self.handlers: dict[type, Handler] = {}
         self.note_handlers: dict[type, Callable[[int, Any], None]] = {}
         self.lost_handlers: list[Callable[[int], None]] = []
-        self.incoming: Incoming | None = None
-        self.make_reference: Callable[[RRefFork], Any] = _no_references
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
         self.closing = False
         self.started_calls = 0
@@ -179,9 +171,6 @@ class Agent:
 
     # --- calls --------------------------------------------------------------------------------------------------
 
-    def pack(self, peer: Peer, link: Link, value: Any) -> values.Parcel:
-        return values.pack(value, peer.route, codec.encode, lane.LANE_LIMIT if link.lane_open else None)
-
     def start_call(
         self,
         peer: Peer,
@@ -193,7 +182,7 @@ class Agent:
     ) -> Waiting[Ticket]:
         """Sends a request.  ``message`` makes it from its id and body."""
         link = self.link_to(peer)
-        parcel = self.pack(peer, link, value) if value is not None else values.EMPTY_PARCEL
+        parcel = self.bodies.pack(peer, link, value) if value is not None else values.EMPTY_PARCEL
         waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, Ticket(link, future))
         self.started_calls += 1
         if waiting.deadline < self._clock.next_tick:
@@ -262,10 +251,16 @@ class Agent:
             body = message.body
             if body.tree is None and not body.buffers and not body.rrefs:
                 return None
-            return self.open(ticket.link, message.call_id, body, outcome.buffers)[0]
+            return self._open(ticket.link, message.call_id, body, outcome.buffers)
         assert isinstance(message, Failure)
-        details = self.open(ticket.link, message.call_id, message.body, outcome.buffers, quiet=True)[0]
+        try:
+            details = self._open(ticket.link, message.call_id, message.body, outcome.buffers)
+        except TelegradError:
+            details = None  # its type and text are enough
         raise rebuild(message, details, self.options.allow_pickle)
+
+    def _open(self, link: Link, call_id: int, body: Body, streamed: list[Any]) -> Any:
+        return self.bodies.open(self.peer(link.peer_id), link, call_id, body, streamed)[0]
 
     def _timed_out(self, waiting: Waiting[Ticket]) -> RpcTimeoutError:
         peer = self.peer(waiting.to)
@@ -334,44 +329,10 @@ class Agent:
             self.handlers[kind](link, frame)
 
     def _discard(self, link: Link, frame: Frame) -> None:
-        """An answer that nobody waits for any more: let go of what it holds over there."""
+        """An answer that nobody waits for any more."""
         message = frame.message
         assert isinstance(message, Reply | Failure)
-        if any(type(buffer) is InPeer for buffer in message.body.buffers):
-            link.post(Taken(message.call_id))
-        for fork in message.body.rrefs:
-            self.make_reference(fork)
-
-    def open(
-        self, link: Link, token: int, body: Body, streamed: list[Any], quiet: bool = False
-    ) -> tuple[Any, AbstractContextManager[None] | None]:
-        """The value of a body, and the scope in which the incoming interceptor wants it used."""
-        scope = None
-        rrefs = [self.make_reference(fork) for fork in body.rrefs] if body.rrefs else []
-        fetched = self._fetch(link, token, body)
-        buffers = codec.complete(body, streamed, fetched) if body.buffers else []
-        tensors = values.tensors_of(body, buffers)
-        if body.extra is not None and self.incoming is not None:
-            scope = self.incoming(link.peer_id, body.extra, tensors)
-        try:
-            return values.unpack(body, buffers, rrefs, tensors, self.options.allow_pickle), scope
-        except TelegradError:
-            if quiet:
-                return None, scope
-            raise
-
-    def _fetch(self, link: Link, token: int, body: Body) -> list[Any]:
-        remote = [buffer for buffer in body.buffers if type(buffer) is InPeer]
-        if not remote:
-            return []
-        record = self.peer(link.peer_id).record
-        fetched = []
-        for buffer in remote:
-            memory = self.buffers.lend(buffer.size)
-            lane.fetch(record.pid, buffer.address, memory, record.name)
-            fetched.append(memory)
-        link.post(Taken(token))  # with the answer, or the next call: a send of its own would wake the peer for nothing
-        return fetched
+        self.bodies.discard(link, message.call_id, message.body)
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -381,7 +342,7 @@ class Agent:
             link.send(Reply(call_id), more=True)
             return
         try:
-            parcel = self.pack(self.peer(link.peer_id), link, value)
+            parcel = self.bodies.pack(self.peer(link.peer_id), link, value)
         except Exception as error:
             self.answer_failure(link, call_id, error)
             return
@@ -391,7 +352,7 @@ class Agent:
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
-        failure, stream = failure_of(error, call_id, self.me.name, lambda value: self.pack(peer, link, value))
+        failure, stream = failure_of(error, call_id, self.me.name, lambda value: self.bodies.pack(peer, link, value))
         link.send(failure, stream)
 
     # --- notes --------------------------------------------------------------------------------------------------
@@ -483,7 +444,7 @@ class Agent:
                 self._check_pulse(link, now)
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
-            self.buffers.trim()
+            self.bodies.buffers.trim()
         pause = min(self.options.heartbeat / 4, 1.0)
         if self._outbox:
             pause = min(pause, self.options.note_pause)
@@ -505,10 +466,12 @@ class Agent:
         self._clock.start()
 
     def say_goodbye(self) -> None:
+        """Tells all peers, but does not wait long for one that reads nothing."""
         self.closing = True
-        for peer in self.peers:
-            for link in peer.links if peer.id != self.me.worker_id else ():
-                link.send(Goodbye())
+        links = [link for peer in self.peers if peer.id != self.me.worker_id for link in peer.links]
+        speaker = threading.Thread(target=lambda: [link.send(Goodbye()) for link in links], daemon=True)
+        speaker.start()
+        speaker.join(_GOODBYE_SECONDS)
 
     def close(self, timeout: float = 5.0) -> None:
         self.closing = True
@@ -525,10 +488,3 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r}: {self.calls!r}, {self.pool!r}, {self.peers!r}>"
-
-
-def _no_references(fork: RRefFork) -> Any:
-    raise TelegradError("a reference came to a worker that has no references")
-
-
-NO_DEADLINE = math.inf

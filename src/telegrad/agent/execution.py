@@ -73,7 +73,8 @@ def execute(
         function: Any = message.function
         args: tuple[Any, ...] = (None,)
         if message.body.tree is not None or message.body.pickle >= 0:
-            args, scope = agent.open(link, message.call_id, message.body, frame.buffers)
+            peer = agent.peer(link.peer_id)
+            args, scope = agent.bodies.open(peer, link, message.call_id, message.body, frame.buffers)
             if not function:
                 function, *args = args  # type: ignore[assignment]
         if type(function) is str:

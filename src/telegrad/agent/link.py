@@ -26,6 +26,7 @@ from telegrad.wire.values import Parcel
 
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256
+_LONGEST_NAP = 1.0  # seconds: a link that another thread closed is noticed after this at the latest
 _PIECE = 4 << 20  # of a big message: should take less than a heartbeat, even on a slow line
 
 
@@ -48,6 +49,9 @@ class Link(Protocol):
 
     def flush(self) -> None:
         """Sends what waits."""
+
+    def peer_is_there(self) -> bool:
+        """Whether the other side still holds the link open, as far as can be seen without reading."""
 
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
@@ -157,6 +161,11 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
 
+    def peer_is_there(self) -> bool:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLRDHUP)
+        return not self._closed and not poll.poll(0)
+
     def linger(self) -> Sequence[Work]:
         """Looks for the next request of a caller that just got its answer, without waking another thread for it."""
         if self.dialled or self._closed or not self._reading.acquire(blocking=False):
@@ -177,7 +186,7 @@ class StreamLink:
                 wait = deadline - time.monotonic()
                 if wait <= 0:
                     break
-                if self._look() or self._poll.poll(min(wait, 3600.0) * 1000 + 1):
+                if self._look() or self._poll.poll(min(wait, _LONGEST_NAP) * 1000 + 1):
                     work = self._receive()
                     if work:
                         self._pool.submit_all(work)

@@ -69,6 +69,9 @@ class MemoryLink:
         if work:
             self._pool.submit_all(work)
 
+    def peer_is_there(self) -> bool:
+        return not self._closed
+
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         return False
 

@@ -250,7 +250,7 @@ def debug_info() -> dict[str, Any]:
         "pool": repr(worker.agent.pool),
         "peers": [repr(peer) for peer in worker.agent.peers],
         "references": worker.references.ledger.counts(),
-        "buffers": repr(worker.agent.buffers),
+        "buffers": repr(worker.agent.bodies.buffers),
     }
 
 

@@ -82,7 +82,7 @@ class Network:
         if agent.peer(peer.name).id != peer.worker_id:  # in a job of open size, this looks a newcomer up
             stream.close()
             raise AuthenticationError(f"a worker that calls itself {peer.name!r} has the id {peer.worker_id}")
-        link = StreamLink(stream, peer.worker_id, False, agent.pool, agent, agent.buffers.lend)
+        link = StreamLink(stream, peer.worker_id, False, agent.pool, agent, agent.bodies.buffers.lend)
         agent.accepted(link)
         link.start()
 
@@ -92,7 +92,7 @@ class Network:
         address = self._choose(agent.me, peer.record)
         ca_file = str(self._options.tls_ca) if self._options.tls_ca is not None else None
         stream = dial(address, self._key, self.identity, peer.id, self._options.heartbeat, ca_file)
-        link = StreamLink(stream, peer.id, True, agent.pool, agent, agent.buffers.lend)
+        link = StreamLink(stream, peer.id, True, agent.pool, agent, agent.bodies.buffers.lend)
         link.start()
         return link
 

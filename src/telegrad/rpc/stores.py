@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -85,9 +86,13 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
     try:
         return connect() if serves else _within(timeout + _GRACE, connect)
     except TimeoutError:
+        if _listens(host, port):
+            raise RendezvousError(
+                f"something at {host}:{port} takes connections but is no rendezvous: another program has that port; "
+                "choose another (MASTER_PORT)"
+            ) from None
         raise RendezvousError(
-            f"something at {host}:{port} takes connections but is no rendezvous: another program has that port; "
-            "choose another (MASTER_PORT)"
+            f"cannot reach the rendezvous at {host}:{port} within {timeout:g} s. Does rank 0 run there?"
         ) from None
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         text = str(error)
@@ -120,3 +125,11 @@ def _within(timeout: float, action: Callable[[], T]) -> T:
     if isinstance(found, BaseException):
         raise found
     return found
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 1.0).close()
+    except OSError:
+        return False
+    return True

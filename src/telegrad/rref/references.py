@@ -94,7 +94,7 @@ class References:
         self._lost: set[int] = set()
         agent.handlers[RemoteCall] = self._run_remote
         agent.handlers[Fetch] = self._answer_fetch
-        agent.make_reference = self._receive
+        agent.bodies.make_reference = self._receive
         agent.lost_handlers.append(self._worker_lost)
         for kind in (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete):
             agent.note_handlers[kind] = self._take_note

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from telegrad.errors import SerializationError
-from telegrad.wire.callables import MAIN_MODULES
+from telegrad.wire.callables import MAIN_MODULES, name_of
 from telegrad.wire.tensors import TABLE_TYPES, in_table
 from telegrad.wire.tree import TreeWriter
 
@@ -54,12 +54,22 @@ def _cloud_pickler() -> Any:
 
     class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         writer: TreeWriter
+        same_main: bool
 
         def reducer_override(self, value: Any) -> Any:
+            if self.same_main and _is_of_main(value):
+                return value.__qualname__  # by name: a copy of a class would not be the class that the callee knows
             reduced = _reduce(self.writer, True, value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     return CloudPickler
+
+
+def _is_of_main(value: Any) -> bool:
+    """Whether this is a function or class that the main program knows by name."""
+    if not isinstance(value, (FunctionType, type)) or value.__module__ not in MAIN_MODULES:
+        return False
+    return name_of(value) is not None
 
 
 _tables = threading.local()  # what the pickle being loaded on this thread may refer to
@@ -96,7 +106,7 @@ def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWrit
     try:
         writer, file = TreeWriter(), io.BytesIO()
         pickler = _cloud_pickler()(file, protocol=5, buffer_callback=buffers.append)
-        pickler.writer = writer
+        pickler.writer, pickler.same_main = writer, same_main
         pickler.dump(value)
         return writer, file.getvalue(), buffers
     except Exception as error:
