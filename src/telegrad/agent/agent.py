@@ -469,7 +469,7 @@ class Agent:
         """Tells all peers, but does not wait long for one that reads nothing."""
         self.closing = True
         links = [link for peer in self.peers if peer.id != self.me.worker_id for link in peer.links]
-        speaker = threading.Thread(target=lambda: [link.send(Goodbye()) for link in links], daemon=True)
+        speaker = threading.Thread(target=_say_goodbye, args=(links,), daemon=True)
         speaker.start()
         speaker.join(_GOODBYE_SECONDS)
 
@@ -488,3 +488,8 @@ class Agent:
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r}: {self.calls!r}, {self.pool!r}, {self.peers!r}>"
+
+
+def _say_goodbye(links: list[Link]) -> None:
+    for link in links:
+        link.send(Goodbye())
