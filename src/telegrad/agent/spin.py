@@ -15,9 +15,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _BUDGET = 500e-6  # seconds: longer than a small call takes when the other side sleeps, so that both find back
-_CROWDED = 50e-6  # a look that takes longer means that another process had work for this core
+_CROWDED = 250e-6  # a look that takes longer means that another process had work for this core
 _TRIALS = 8  # vain searches in a row after which the next waits skip theirs
-_SKIP, _SKIP_MOST = 32, 256
+_SKIP_AFTER_VAIN = 16  # a search in vain costs at most the time of the wait itself, so it is soon tried again
+_SKIP_WHEN_CROWDED = (32, 128)  # at first, and the next time; another process may keep the core for milliseconds
 
 _clock = time.perf_counter
 _single_core = (os.cpu_count() or 1) < 2
@@ -26,12 +27,12 @@ _single_core = (os.cpu_count() or 1) < 2
 class Spin:
     """One place where threads wait, and how looking has paid there."""
 
-    __slots__ = ("_penalty", "_skip", "_trials")
+    __slots__ = ("_crowded", "_skip", "_trials")
 
     def __init__(self) -> None:
         self._trials = _TRIALS
         self._skip = 0  # how many of the next waits go to sleep at once
-        self._penalty = _SKIP  # what the last failure cost
+        self._crowded = False  # at the last search
 
     def look(self, look: Callable[[], T]) -> T:
         """Calls ``look`` until it returns something true, or it is time to sleep."""
@@ -46,18 +47,16 @@ class Spin:
             os.sched_yield()
             found = look()
             if found:
-                self._trials = _TRIALS
-                self._penalty = max(self._penalty - 1, _SKIP)
+                self._trials, self._crowded = _TRIALS, False
                 return found
             before, now = now, _clock()
             if now - before > _CROWDED:
-                self._punish(4)
+                self._skip = _SKIP_WHEN_CROWDED[self._crowded]
+                self._crowded = True
                 return found
+        self._crowded = False
         self._trials -= 1
         if self._trials <= 0:
-            self._punish(2)
+            self._trials = 1
+            self._skip = _SKIP_AFTER_VAIN
         return found
-
-    def _punish(self, factor: int) -> None:
-        self._trials = 1
-        self._skip = self._penalty = min(self._penalty * factor, _SKIP_MOST)
