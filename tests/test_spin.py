@@ -1,0 +1,102 @@
+"""Looking before sleeping: when it looks, when it stops, and when it tries again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from telegrad.agent import spin
+from telegrad.agent.spin import Spin
+
+
+class Place:
+    """A place to wait at, with a clock that moves by ``step`` at each look."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+        self.now = 0.0
+        self.looks = 0
+        self.yields = 0
+        self.step = step
+        self.spin = Spin()
+        monkeypatch.setattr(spin, "_single_core", False)
+        monkeypatch.setattr(spin, "_clock", lambda: self.now)
+        monkeypatch.setattr(spin.os, "sched_yield", self._yield)
+
+    def _yield(self) -> None:
+        self.yields += 1
+
+    def look(self, after: int) -> bool:
+        """One wait, whose answer is there at the look of that number."""
+        self.looks = 0
+
+        def glance() -> bool:
+            self.looks += 1
+            self.now += self.step
+            return self.looks >= after
+
+        return self.spin.look(glance)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Place:
+    return Place(monkeypatch, 10e-6)
+
+
+NEVER = 1 << 60
+
+
+def test_an_answer_that_is_there_costs_one_look(quiet: Place) -> None:
+    assert quiet.look(after=1)
+    assert (quiet.looks, quiet.yields) == (1, 0)
+
+
+def test_an_answer_within_the_budget_is_found(quiet: Place) -> None:
+    assert quiet.look(after=20)
+    assert quiet.looks == 20
+    assert quiet.yields == 19, "each further look lets others have the core first"
+
+
+def test_the_search_ends_with_the_budget(quiet: Place) -> None:
+    assert not quiet.look(after=NEVER)
+    assert quiet.looks * quiet.step == pytest.approx(spin._BUDGET, rel=0.1)
+
+
+def searches(place: Place, waits: int, after: int = NEVER) -> list[bool]:
+    """For each of so many waits, whether it searched or went to sleep at once."""
+    searched: list[bool] = []
+    for _ in range(waits):
+        place.look(after)
+        searched.append(place.looks > 1)
+    return searched
+
+
+def test_where_it_never_pays_most_waits_sleep_at_once(quiet: Place) -> None:
+    assert all(searches(quiet, spin._TRIALS))
+    again = searches(quiet, 10 * (spin._SKIP_AFTER_VAIN + 1))
+    assert sum(again) == 10
+
+
+def test_one_success_restores_the_trust(quiet: Place) -> None:
+    searches(quiet, spin._TRIALS + spin._SKIP_AFTER_VAIN)
+    assert quiet.look(after=5)
+    assert all(searches(quiet, spin._TRIALS))
+
+
+def test_a_crowd_ends_the_search_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    crowded = Place(monkeypatch, 10 * spin._CROWDED)
+    assert not crowded.look(after=NEVER)
+    assert crowded.looks == 2
+    first, then = spin._SKIP_WHEN_CROWDED
+    assert searches(crowded, first + 1) == [False] * first + [True]
+    assert searches(crowded, then + 1) == [False] * then + [True]
+
+
+def test_on_a_single_core_it_never_searches(quiet: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spin, "_single_core", True)
+    assert not any(searches(quiet, 5))
+
+
+def test_what_is_found_is_returned() -> None:
+    glance: Callable[[], list[int]] = lambda: [7]  # noqa: E731
+    assert Spin().look(glance) == [7]
