@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -447,3 +448,34 @@ def test_the_creator_dies_before_its_call_comes(trio: Cluster) -> None:
         join()
     with pytest.raises(WorkerLostError):
         mine.to_here()
+
+
+@rpc.export
+class Shelf:
+    """What a worker without pickle offers to others."""
+
+    def __init__(self) -> None:
+        self._books = ["one"]
+
+    def count(self) -> int:
+        return len(self._books)
+
+    def _empty(self) -> None:
+        self._books.clear()
+
+
+def test_without_pickle_only_exported_classes_offer_their_methods(tmp_path: Path) -> None:
+    with cluster("a", "b", allow_pickle=False) as workers:
+        shelf = workers["a"].remote("b", Shelf)
+        assert shelf.rpc_sync().count() == 1
+        with pytest.raises(SerializationError, match=r"Shelf\._empty is not for others to call"):
+            shelf.rpc_sync()._empty()
+        ones = workers["a"].remote("b", torch.ones, (3,))
+        assert ones.rpc_sync().sum() == 3
+        target = tmp_path / "written"
+        with pytest.raises(SerializationError, match="no 'numpy'"):
+            ones.remote().numpy().rpc_sync().tofile(str(target))
+        with pytest.raises(SerializationError, match="no 'apply_'"):
+            ones.rpc_sync().apply_(1)
+        assert not target.exists()
+        del shelf, ones
