@@ -136,9 +136,8 @@ class StreamLink:
             if stream:
                 for piece in _pieces([head, *stream]):
                     self._stream.send(piece)
-                    self.last_heard = (
-                        time.monotonic()
-                    )  # its host takes our bytes; it cannot answer a ping before the end
+                    # The peer's host takes our bytes; the peer itself cannot answer a ping before it has them all.
+                    self.last_heard = time.monotonic()
                 continue
             if outbox:
                 parts, size = [head], len(head)
