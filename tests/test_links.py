@@ -320,7 +320,7 @@ def test_half_a_frame_and_a_close(stream_pair: Pair) -> None:
 
 def test_a_close_wakes_a_sender_that_the_peer_does_not_hear(stream_pair: Pair) -> None:
     caller, callee = stream_pair
-    callee.pool.forget(callee.link._fd)  # it stops reading
+    callee.pool.forget(callee.link._fd, callee.link)  # it stops reading
     stuck = in_thread(lambda: [send_big(caller.link, number, big(4 << 20, 5)) for number in range(8)])
     assert eventually(lambda: caller.link._sending.locked())
     closer = threading.Timer(0.05, caller.link.close)

@@ -71,7 +71,7 @@ class Bell:
         self.flushed.set()
 
     def close(self) -> None:
-        self.pool.forget(self.fd)
+        self.pool.forget(self.fd, self)
         self._here.close()
         self._there.close()
 

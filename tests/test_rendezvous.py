@@ -189,8 +189,8 @@ def test_two_workers_of_the_same_name(trio: list[Puppet]) -> None:
         RendezvousError, match="the name 'alice' is already taken by rank 0: every worker needs its own"
     ):
         begin(trio[1], 1, "alice", 3, init_method=where).result()
-    with pytest.raises(RendezvousError, match="ranks 1, 2 of 3 did not come"):
-        first.result()
+    with pytest.raises(RendezvousError, match="rank 1 could not join: 'alice': the name 'alice' is already taken"):
+        first.result()  # at once, and not when its time is over
 
 
 @pytest.mark.parametrize("name", ["", "two words", "tab\t", "x" * 128, "naïve", "a.b"])
@@ -262,7 +262,7 @@ def test_the_port_belongs_to_another_program(pair: list[Puppet]) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(RendezvousError, match=f"port {port} on 127.0.0.1 is in use, perhaps by another job"):
+        with pytest.raises(RendezvousError, match=f"port {port} on 127.0.0.1 is in use, by another job"):
             begin(pair[0], 0, init_method=f"tcp://127.0.0.1:{port}", init_timeout=2).result(10)
         with pytest.raises(RendezvousError, match="takes connections but is no rendezvous"):
             begin(pair[1], 1, init_method=f"tcp://127.0.0.1:{port}", init_timeout=2).result(15)
@@ -273,7 +273,7 @@ def test_two_jobs_at_one_port(pair: list[Puppet]) -> None:
     where = f"tcp://127.0.0.1:{port}"
     join(pair, where)
     with puppets(2) as others:
-        with pytest.raises(RendezvousError, match=f"port {port} on 127.0.0.1 is in use, perhaps by another job"):
+        with pytest.raises(RendezvousError, match=f"port {port} on 127.0.0.1 is in use, by another job"):
             begin(others[0], 0, "other0", init_method=where).result()
         with pytest.raises(RendezvousError, match=r"rank 1 is already taken by worker 'worker1'.*two jobs share one"):
             begin(others[1], 1, "other1", init_method=where).result()
@@ -298,7 +298,7 @@ def test_different_secrets(pair: list[Puppet]) -> None:
         for rank, puppet in enumerate(pair)
     ]
     for error in outcomes(pending):
-        assert isinstance(error, AuthenticationError)
+        assert isinstance(error, (AuthenticationError, RendezvousError))  # whoever notices first tells the other
         assert "signed with another secret: set the same TELEGRAD_SECRET on every worker" in str(error)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from programs import deeds
 from telegrad import rpc
-from telegrad.agent.agent import Agent
+from telegrad.agent.bodies import Bodies
 from telegrad.wire import codec, values
 
 
@@ -70,10 +70,11 @@ class Trap:
 def pickle_anyway() -> None:
     """From now on this worker sends pickles to whom it must not."""
 
-    def pack(self: Agent, peer: Any, link: Any, value: Any) -> values.Parcel:
+    def pack(self: Bodies, peer: Any, link: Any, value: Any) -> values.Parcel:
         return values.pack(value, values.Route(peer.id, allow_pickle=True), codec.encode, None)
 
-    Agent.pack = pack  # type: ignore[method-assign]
+    assert hasattr(Bodies, "pack")
+    Bodies.pack = pack  # type: ignore[method-assign]
 
 
 def send_trap(to: str, path: str) -> tuple[str, str]:

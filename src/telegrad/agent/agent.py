@@ -138,6 +138,8 @@ class Agent:
         if peer.state is not PeerState.KNOWN:
             raise self._gone(peer)
         with peer.dialling:
+            if peer.state is not PeerState.KNOWN:
+                raise self._gone(peer)
             if peer.link is None:
                 try:
                     peer.link = self._dial(self, peer)
@@ -198,6 +200,20 @@ class Agent:
 
     def wait(self, waiting: Waiting[Ticket]) -> Any:
         """The value of a call's answer, or its error, on the thread that called."""
+        try:
+            self._wait(waiting)
+        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+            self._give_up(waiting)
+            raise
+        return self._result(waiting.ticket)
+
+    def _give_up(self, waiting: Waiting[Ticket]) -> None:
+        """The waiting thread was interrupted: an answer that came, or will come, is discarded."""
+        outcome = waiting.ticket.outcome
+        if self.calls.finish(waiting.call_id) is None and isinstance(outcome, Frame):
+            self.pool.submit((self._discard, waiting.ticket.link, outcome))
+
+    def _wait(self, waiting: Waiting[Ticket]) -> None:
         ticket = waiting.ticket
         self._help(waiting)
         if ticket.outcome is None:
@@ -206,7 +222,6 @@ class Agent:
                 raise self._timed_out(waiting)
         if ticket.outcome is None:
             ticket.gate.acquire()  # somebody is settling it at this moment
-        return self._result(ticket)
 
     def _help(self, waiting: Waiting[Ticket]) -> None:
         ticket = waiting.ticket
@@ -223,11 +238,13 @@ class Agent:
         """
         ticket = waiting.ticket
         ticket.helped = True
-        self._help(waiting)
-        ticket.helped = False
-        # Whoever settles it sets the outcome first and looks at ``helped`` then: one of the two sees the other.
-        if ticket.outcome is not None:
-            self._complete(ticket, None)
+        try:
+            self._help(waiting)
+        finally:
+            ticket.helped = False
+            # Whoever settles it sets the outcome first and looks at ``helped`` then: one of the two sees the other.
+            if ticket.outcome is not None:
+                self._complete(ticket, None)
         if self.pool.runs_here():
             with self.pool.blocked():
                 return wait()
@@ -343,7 +360,7 @@ class Agent:
             return
         try:
             parcel = self.bodies.pack(self.peer(link.peer_id), link, value)
-        except Exception as error:
+        except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
         if parcel.stays:
@@ -352,8 +369,10 @@ class Agent:
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
-        failure, stream = failure_of(error, call_id, self.me.name, lambda value: self.bodies.pack(peer, link, value))
-        link.send(failure, stream)
+        failure, parcel = failure_of(error, call_id, self.me.name, lambda value: self.bodies.pack(peer, link, value))
+        if parcel.stays:
+            link.held[call_id] = parcel
+        link.send(failure, parcel.stream)
 
     # --- notes --------------------------------------------------------------------------------------------------
 
@@ -445,8 +464,8 @@ class Agent:
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
             self.bodies.buffers.trim()
-        pause = min(self.options.heartbeat / 4, 1.0)
-        if self._outbox:
+        pause = min(self.options.heartbeat / 4, 1.0, *(peer.record.heartbeat / 4 or 1.0 for peer in self.peers))
+        if self.unacknowledged:
             pause = min(pause, self.options.note_pause)
         return min(now + pause, self.calls.next_deadline())
 
@@ -454,11 +473,16 @@ class Agent:
         silence = now - link.last_heard
         if silence > self.options.heartbeat:
             self.link_broken(link, f"it was silent for {silence:.0f} s")
-        elif link.dialled and silence > self.options.heartbeat / 4:
+        elif link.dialled and silence > self._pulse_of(link) / 4:
             # A full socket would block the clock, so a thread of the pool asks.
             self.pool.submit((lambda link, _: link.send(Ping()), link, None))
         elif link.has_posted():
             self.pool.submit((lambda link, _: link.flush(), link, None))
+
+    def _pulse_of(self, link: Link) -> float:
+        """The shorter patience of the two sides: the other one counts our silence by its own."""
+        theirs = self.peer(link.peer_id).record.heartbeat
+        return min(self.options.heartbeat, theirs) if theirs else self.options.heartbeat
 
     # --- the end ------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,8 @@ class BarrierLeader:
                     finished.append(self._rounds.pop(number))
                 later |= current.present.keys()
         for current in finished:
-            for answer in current.present.values():
+            # Ourselves last: our main thread leaves on the answer, and the others should have theirs by then.
+            for _, answer in sorted(current.present.items(), key=lambda item: item[0] == self._agent.me.worker_id):
                 answer(current.active)
 
     def missing(self) -> list[str]:

@@ -49,13 +49,15 @@ class Bodies:
         if not remote:
             return []
         fetched = []
-        for buffer in remote:
-            memory = self.buffers.lend(buffer.size)
-            lane.fetch(peer.record.pid, buffer.address, memory, peer.name)
-            fetched.append(memory)
+        try:
+            for buffer in remote:
+                memory = self.buffers.lend(buffer.size)
+                lane.fetch(peer.record.pid, buffer.address, memory, peer.name)
+                fetched.append(memory)
+        finally:
+            link.post(Taken(token))  # with the answer, or the next call: a send of its own would only wake the peer
         if not link.peer_is_there():  # then it may have freed that memory while we read it
             raise WorkerLostError(f"worker {peer.name!r} went away while its memory was read")
-        link.post(Taken(token))  # with the answer, or the next call: a send of its own would wake the peer for nothing
         return fetched
 
     def discard(self, link: Link, token: int, body: Body) -> None:

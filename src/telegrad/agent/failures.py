@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from telegrad.errors import RemoteError
+from telegrad.errors import RemoteError, TelegradError
 from telegrad.wire.callables import exception_type
 from telegrad.wire.messages import Failure
 from telegrad.wire.values import EMPTY_PARCEL, Parcel
@@ -15,15 +15,16 @@ E = TypeVar("E", bound=BaseException)
 
 _LONGEST_TEXT = 64 << 10
 _STORY = "_telegrad_story"
+_TOLD = "_telegrad_text"
 
 
 def failure_of(
     error: BaseException, call_id: int, worker: str, pack: Callable[[Any], Parcel]
-) -> tuple[Failure, Sequence[memoryview]]:
-    """The message that carries an exception to the caller."""
+) -> tuple[Failure, Parcel]:
+    """The message that carries an exception to the caller, and the memory that goes with it."""
     try:
-        parcel = pack((error.args, {name: value for name, value in error.__dict__.items() if name != _STORY}))
-    except Exception:
+        parcel = pack((_args_of(error), _attributes_of(error)))
+    except BaseException:
         parcel = EMPTY_PARCEL  # its type and text still go
     try:
         text = str(error)
@@ -33,7 +34,20 @@ def failure_of(
     failure = Failure(
         call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story_of(error)), parcel.body
     )
-    return failure, parcel.stream
+    return failure, parcel
+
+
+def _attributes_of(error: BaseException) -> dict[str, Any]:
+    return {name: value for name, value in error.__dict__.items() if name not in (_STORY, _TOLD)}
+
+
+def _args_of(error: BaseException) -> Any:
+    """What makes the exception again; a built-in one may keep more than its ``args`` (a file's name, say)."""
+    if type(error).__module__ == "builtins":
+        reduced = error.__reduce__()
+        if isinstance(reduced, tuple) and len(reduced) >= 2:
+            return reduced[1]
+    return error.args
 
 
 def _user_frames(error: BaseException) -> Any:
@@ -90,22 +104,30 @@ def rebuild(failure: Failure, details: Any, allow_any: bool) -> Exception:
 
 def _rebuild_as(kind: type[BaseException], details: Any, text: str) -> Exception:
     args, attributes = details if details is not None else ((), {})
-    error = _blank(kind, args)
-    error.args = args
+    plain = kind.__str__ is BaseException.__str__ or issubclass(kind, TelegradError)
+    error = _make(kind if plain else _told(kind), args)
     error.__dict__.update(attributes)
-    if kind.__str__ is BaseException.__str__:  # a KeyError would print the text as one line, in quotes
+    if plain:
         error.args = (text, *args[1:]) if len(args) <= 1 else (text,)
     else:
-        error.add_note(text)
+        error.__dict__[_TOLD] = text
     assert isinstance(error, Exception)
     return error
+
+
+def _told(kind: type[BaseException]) -> type[BaseException]:
+    """A class that makes its text itself (a KeyError, an OSError), with the remote story in that text.
+
+    To everyone else it is the class itself: the same name and module, and caught by the same ``except``.
+    """
+    names = {"__str__": lambda self: self.__dict__[_TOLD], "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), names | {"__qualname__": kind.__qualname__})
 
 
 def copy_of(error: E) -> E:
     """The same exception without its traceback; the very same where it cannot be copied."""
     try:
-        copy = _blank(type(error), error.args)
-        copy.args = error.args
+        copy = _make(type(error), _args_of(error))
         copy.__dict__.update(error.__dict__)
     except Exception:
         return error
@@ -114,6 +136,14 @@ def copy_of(error: E) -> E:
 
 
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+
+
+def _make(kind: type[E], args: Any) -> E:
+    if kind.__module__ == "builtins":
+        return kind(*args)
+    error = _blank(kind, args)
+    error.args = args
+    return error
 
 
 def _blank(kind: type[E], args: Any) -> E:

@@ -98,6 +98,7 @@ class StreamLink:
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
         self._closed = False
+        self._shutting = threading.Lock()
 
     def start(self) -> None:
         self._pool.watch(self._fd, self)
@@ -233,16 +234,23 @@ class StreamLink:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def _break(self, reason: str) -> None:
-        if not self._closed:
-            self.close()
+        if self._shut():
             self._events.link_broken(self, reason)
 
     def close(self) -> None:
-        self._closed = True
-        self._pool.forget(self._fd)
+        self._shut()
+
+    def _shut(self) -> bool:
+        """Closes the stream; whether this call was the first."""
+        with self._shutting:
+            if self._closed:
+                return False
+            self._closed = True
+        self._pool.forget(self._fd, self)
         with contextlib.suppress(OSError):
             self._stream.close()
         self.held.clear()
+        return True
 
     def disown(self) -> None:
         """In a forked child: gives up this process's descriptor, and leaves the connection to the parent."""

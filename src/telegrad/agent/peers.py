@@ -28,6 +28,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
     lane_word: bytes = b""
     main: str = ""  # the program that runs as __main__
     allow_pickle: bool = True
+    heartbeat: float = 0.0  # seconds of silence that it puts up with; 0: any
+    world_size: int = 0  # how many workers it expects; 0: any number
 
 
 class PeerState(enum.Enum):
@@ -58,7 +60,8 @@ class Peer:
 
     @property
     def links(self) -> list[Link]:
-        return [*self.accepted, *([self.link] if self.link is not None else [])]
+        link = self.link
+        return [*self.accepted, link] if link is not None else [*self.accepted]
 
     def forget(self, link: Link) -> None:
         self.accepted.discard(link)

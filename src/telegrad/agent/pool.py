@@ -5,7 +5,7 @@ thread has read from it, so the thread can run what it read without a hop to ano
 
 1. Somebody is always waiting: a thread that starts to run something while no other is idle starts a new one first.
 2. Calls of users wait while ``limit`` threads run; a thread that waits for another worker does not count.  All other
-   work is begun even then, since what runs may be waiting for it.
+   work is begun even then, after a millisecond without progress, since what runs may be waiting for it.
 3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two
    threads are slower than one on short functions; when it makes no progress for a millisecond, others join in.
 4. If all that run are stuck (say, in a wait that we cannot see) while work is queued, the limit gives way.
@@ -20,6 +20,7 @@ import logging
 import os
 import select
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -102,10 +103,12 @@ class Pool:
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.modify(fd, events)
 
-    def forget(self, fd: int) -> None:
-        self._sources.pop(fd, None)
-        with contextlib.suppress(OSError, ValueError):
-            self._epoll.unregister(fd)
+    def forget(self, fd: int, source: Source) -> None:
+        """Before the descriptor is closed; nothing happens when it is another's by now."""
+        if self._sources.get(fd) is source:
+            del self._sources[fd]
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.unregister(fd)
 
     def submit(self, work: Work) -> None:
         self._enqueue((work,))
@@ -166,9 +169,10 @@ class Pool:
             self._closed = True
             threads = list(self._threads)
         os.eventfd_write(self._bell, 1 << 20)
+        deadline = time.monotonic() + timeout
         for thread in threads:
             if thread is not threading.current_thread():
-                thread.join(timeout)
+                thread.join(max(deadline - time.monotonic(), 0.0))
         if not self._threads:
             self._epoll.close()
 
@@ -201,7 +205,12 @@ class Pool:
         self._idle += 1
         thread = threading.Thread(target=self._main, name=f"telegrad-{self._name}-{self._born}", daemon=True)
         self._threads.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more threads: the next who begins something tries again
+            self._idle -= 1
+            self._threads.discard(thread)
+            log.error("worker %r cannot start a thread: %s", self._name, error)
 
     def _main(self) -> None:
         try:
@@ -331,5 +340,5 @@ class Pool:
         function, first, second = work
         try:
             function(first, second)
-        except Exception:
+        except BaseException:  # a user's SystemExit too: this thread has more to do
             log.exception("worker %r failed in an internal task", self._name)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import gc
-import itertools
 import os
 import secrets
 import sys
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 from torch._C import _DistNetworkError as DistNetworkError
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from telegrad.agent.agent import AgentOptions
 from telegrad.agent.futures import Future
@@ -37,8 +36,8 @@ from telegrad.worker import UNSET_TIMEOUT, To, Worker, WorkerInfo
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 
-# Workers of a job make their n-th init_rpc meet: each uses a corner of its own in the store.
-_generation = itertools.count()
+# The names under which this process has joined jobs.  The n-th joins of all workers meet, in their corner of the store.
+_joined: list[str] = []
 
 
 class BackendType(enum.Enum):
@@ -59,8 +58,12 @@ def init_rpc(
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError(f"backend must be a BackendType, not {backend!r}")
     if not isinstance(options, RpcBackendOptions):
-        raise TypeError(f"rpc_backend_options must be RpcBackendOptions, not {type(options).__qualname__}")
+        raise TypeError(f"rpc_backend_options must be telegrad.rpc.RpcBackendOptions, not {type(options)}")
     check_name(name)
+    numbers: tuple[tuple[str, object], ...] = (("rank", rank), ("world_size", world_size))
+    for argument, number in numbers:
+        if number is not None and not isinstance(number, int):
+            raise TypeError(f"{argument} must be a number, not {number!r}")
     if is_initialized():
         raise UsageError(f"RPC is already running in this process, as worker {current_worker().name!r}")
     rank, world_size = identity_in(options.init_method, rank, world_size)
@@ -86,27 +89,60 @@ def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
 
     Starts again when the store goes away: it may have been that of the job before, which rank 0 was about to leave.
     """
-    corner, mark = f"telegrad/{next(_generation)}", secrets.token_hex(8)
+    # A launcher's store outlives an attempt, and so do the claims in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    corner, mark = f"telegrad/{attempt}/{len(_joined)}", secrets.token_hex(8)
+    missing: list[int] = []
     left = options.init_timeout
     deadline = time.monotonic() + left
     while True:
         try:
-            return _meet(corner, mark, name, rank, world_size, options, left)
+            worker = _meet(corner, mark, missing, name, rank, world_size, options, left)
         except DistNetworkError as error:
             left = round(deadline - time.monotonic(), 1)
             if left <= 0:
-                raise RendezvousError(
-                    f"the rendezvous at {options.init_method} went away while this worker waited there: {error}"
-                ) from error
+                raise _rendezvous_gone(options, missing, error) from error
+        except RendezvousError as error:
+            if missing and left < options.init_timeout:  # we were there, and cannot come back
+                raise _rendezvous_gone(options, missing, error) from error
+            raise
+        else:
+            _joined.append(name)
+            return worker
         time.sleep(0.02)
 
 
+def _rendezvous_gone(options: RpcBackendOptions, missing: list[int], error: Exception) -> RendezvousError:
+    ranks = f"; ranks {', '.join(map(str, missing))} had not come" if missing else ""
+    return RendezvousError(
+        f"the rendezvous at {options.init_method} went away while this worker waited there, since rank 0 gave up or "
+        f"died{ranks} ({str(error).splitlines()[0]})"
+    )
+
+
 def _meet(
-    corner: str, mark: str, name: str, rank: int, world_size: int | None, options: RpcBackendOptions, timeout: float
+    corner: str,
+    mark: str,
+    missing: list[int],
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    timeout: float,
 ) -> Worker:
     store = open_store(options.init_method, rank, world_size, timeout)
-    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, timeout, mark)
-    meeting.claim()
+    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, timeout, mark, missing)
+    try:
+        meeting.claim()
+        return _set_up(meeting, name, rank, options, store)
+    except DistNetworkError:
+        raise
+    except BaseException as error:
+        meeting.give_up(str(error) or type(error).__name__)
+        raise
+
+
+def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, store: Store) -> Worker:
     key = meeting.key(options.secret_bytes())
     near = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     network = Network(Identity(rank, name), key, options, near)
@@ -123,6 +159,8 @@ def _meet(
             lane_word=proof.word,
             main=_main_program(),
             allow_pickle=options.allow_pickle,
+            heartbeat=options.heartbeat,
+            world_size=meeting.world_size or 0,
         )
         worker = Worker(
             me,
@@ -234,6 +272,11 @@ def remote(
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """The name and id of a worker, by default of this one."""
     return current_worker().info(worker_name)
+
+
+def is_available() -> bool:
+    """As in torch, whether RPC can be used: it can."""
+    return True
 
 
 def get_rpc_timeout() -> float:

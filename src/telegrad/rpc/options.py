@@ -103,6 +103,8 @@ class RpcBackendOptions:
             source, target = torch.device(here), torch.device(there)
             if mine.get(source, target) != target:
                 raise UsageError(f"{source} is already mapped to {mine[source]} on worker {to!r}")
+            if any(there == target for here, there in mine.items() if here != source):
+                raise UsageError(f"two devices are mapped to {target} on worker {to!r}: each needs one of its own")
             mine[source] = target
 
     def set_devices(self, devices: Sequence[Device]) -> None:

@@ -41,10 +41,17 @@ class Meeting:
     timeout: float
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a worker knows its own claim again
 
+    missing: list[int] = field(default_factory=list)  # the ranks that had not come at the last look
+    _claimed: list[str] = field(default_factory=list)
+
     def claim(self) -> None:
         """Steps 1: takes rank and name, or says who has them."""
         mark = f"{self.name} {self.mark}"
         holder = self._once(f"rank/{self.rank}", mark)
+        if holder == mark:
+            self._claimed += [f"rank/{self.rank}", f"record/{self.rank}"]
+            if self.store.check([f"refused/{self.rank}"]):  # at an earlier try
+                _quietly(lambda: self.store.delete_key(f"refused/{self.rank}"))
         if holder != mark:
             raise RendezvousError(
                 f"rank {self.rank} is already taken by worker {holder.split()[0]!r}: two workers have the same rank, "
@@ -55,6 +62,13 @@ class Meeting:
             raise RendezvousError(
                 f"the name {self.name!r} is already taken by rank {holder}: every worker needs its own"
             )
+        self._claimed.append(f"name/{self.name}")
+
+    def give_up(self, reason: str) -> None:
+        """Frees what was claimed, for another try, and tells those who wait for this rank why it did not come."""
+        if self._claimed:
+            _quietly(lambda: self.store.set(f"refused/{self.rank}", f"{self.name!r}: {reason}"))
+        self.leave()
 
     def key(self, secret: bytes | None) -> bytes:
         """Step 2: the key with which the job's workers know each other."""
@@ -75,17 +89,32 @@ class Meeting:
     def wait_for_all(self, key: bytes) -> list[WorkerRecord]:
         """Step 4."""
         assert self.world_size is not None
-        ranks = range(self.world_size)
+        records: dict[int, WorkerRecord] = {}
         deadline = time.monotonic() + self.timeout
         pause = 0.002
+        self.missing[:] = range(self.world_size)
         # Asking again and again, because the stores complain on the terminal when a wait of theirs runs out.
-        while not self.store.check([f"record/{rank}" for rank in ranks]):
+        while True:
+            for rank in list(self.missing):
+                if self.store.check([f"record/{rank}"]):
+                    records[rank] = self._check_size(self._read(rank, key))
+                    self.missing.remove(rank)
+                elif self.store.check([f"refused/{rank}"]):
+                    raise RendezvousError(f"rank {rank} could not join: {self.store.get(f'refused/{rank}').decode()}")
+            if not self.missing:
+                return [records[rank] for rank in sorted(records)]
             if time.monotonic() > deadline:
-                came = [rank for rank in ranks if self.store.check([f"record/{rank}"])]
-                raise self._nobody_came([self._read(rank, key) for rank in came])
+                raise self._nobody_came(list(records.values()))
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
-        return [self._read(rank, key) for rank in ranks]
+
+    def _check_size(self, record: WorkerRecord) -> WorkerRecord:
+        if record.world_size != self.world_size:
+            raise RendezvousError(
+                f"worker {record.name!r} expects a job of {record.world_size or 'any number of'} workers, and this one "
+                f"one of {self.world_size}: give all the same world_size"
+            )
+        return record
 
     def find(self, worker: str | int, key: bytes) -> WorkerRecord | None:
         """The record of a worker that joined later, by name or rank (a job of open size)."""
@@ -103,8 +132,8 @@ class Meeting:
             ) from error
 
     def leave(self) -> None:
-        """Frees rank and name, in a job of open size."""
-        for part in (f"rank/{self.rank}", f"name/{self.name}", f"record/{self.rank}"):
+        """Frees rank and name."""
+        for part in self._claimed:
             _quietly(lambda part=part: self.store.delete_key(part))  # type: ignore[misc]
 
     def _read(self, rank: int, key: bytes) -> WorkerRecord:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty, Queue
@@ -83,8 +84,16 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
             multi_tenant=not from_launcher,  # the process group of the same job may use the same port
         )
 
+    deadline = time.monotonic() + timeout
     try:
-        return connect() if serves else _within(timeout + _GRACE, connect)
+        if serves:
+            return connect()
+        # Wait for the server with a plain socket: torch's store would fill the terminal while it waits.
+        while not _listens(host, port):
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            time.sleep(0.05)
+        return _within(max(deadline - time.monotonic(), 0.0) + _GRACE, connect)
     except TimeoutError:
         if _listens(host, port):
             raise RendezvousError(
@@ -98,7 +107,8 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
         text = str(error)
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             raise RendezvousError(
-                f"port {port} on {host} is in use, perhaps by another job: choose another port (MASTER_PORT)"
+                f"port {port} on {host} is in use, by another job or by a second worker with rank 0: "
+                "choose another port (MASTER_PORT)"
             ) from error
         role = "serve" if serves else "reach"
         raise RendezvousError(

@@ -151,7 +151,10 @@ class References:
 
     def _let_go(self, _: Any, __: Any) -> None:
         while self._dropped:
-            rref_id, fork_id = self._dropped.popleft()
+            try:
+                rref_id, fork_id = self._dropped.popleft()
+            except IndexError:
+                return  # another thread was faster
             if fork_id is None:
                 self._obey(partial(self.ledger.release, rref_id))
             else:

@@ -13,6 +13,7 @@ from telegrad.agent.memory import connect
 from telegrad.agent.peers import Peer, WorkerRecord
 from telegrad.current import acting_as
 from telegrad.errors import UnknownWorkerError
+from telegrad.rpc.options import check_name
 from telegrad.testing.faults import Fault, FaultyCarrier, Kind
 from telegrad.wire.values import Route
 from telegrad.worker import Worker
@@ -117,9 +118,14 @@ class Cluster:
 
 
 @contextmanager
-def cluster(*names: str, graceful: bool = True, **options: Any) -> Iterator[Cluster]:
-    """``with cluster("a", "b") as workers:`` runs workers of these names; options are those of ``AgentOptions``."""
-    workers = Cluster(names, AgentOptions(**options))
+def cluster(*names: str | int, graceful: bool = True, **options: Any) -> Iterator[Cluster]:
+    """``with cluster("a", "b") as workers:`` runs workers of these names, ``cluster(128)`` so many of them.
+
+    The options are those of ``AgentOptions``.
+    """
+    if len(names) == 1 and isinstance(names[0], int):
+        names = tuple(f"worker{number}" for number in range(names[0]))
+    workers = Cluster([check_name(name) for name in names], AgentOptions(**options))
     try:
         yield workers
     except BaseException:

@@ -111,5 +111,5 @@ def fetch(pid: int, address: int, into: Memory, name: str) -> None:
         read(pid, address, into)
     except OSError as error:
         raise WorkerLostError(
-            f"worker {name!r} went away while {into.size:,} bytes were read from it: {error}"
+            f"worker {name!r} did not let {into.size:,} bytes be read from it, or went away: {error}"
         ) from error

@@ -99,7 +99,7 @@ def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWrit
         writer, file = TreeWriter(), io.BytesIO()
         _Pickler(file, writer, same_main, buffers).dump(value)
         return writer, file.getvalue(), buffers
-    except Exception as plain_error:
+    except (Exception, SystemExit) as plain_error:  # even a SystemExit from a value's own code
         if not allow_cloudpickle:
             raise _cannot_pickle(value, plain_error) from plain_error
     buffers.clear()
@@ -109,14 +109,28 @@ def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWrit
         pickler.writer, pickler.same_main = writer, same_main
         pickler.dump(value)
         return writer, file.getvalue(), buffers
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _cannot_pickle(value, error) from error
 
 
-def _cannot_pickle(value: Any, error: Exception) -> SerializationError:
+def _cannot_pickle(value: Any, error: BaseException) -> SerializationError:
+    culprit = _culprit(value)
+    advice = "; TorchScript cannot be sent, send the Python function" if "torch.jit" in type(culprit).__module__ else ""
     return SerializationError(
-        f"cannot send a value of type {type(value).__qualname__}: {str(error) or type(error).__name__}"
+        f"cannot send a value of type {type(culprit).__qualname__}: {str(error) or type(error).__name__}{advice}"
     )
+
+
+def _culprit(value: Any) -> Any:
+    """The part of a call's arguments that cannot be pickled, to name it."""
+    for part in value if type(value) in (tuple, list) else value.values() if type(value) is dict else ():
+        try:
+            _Pickler(io.BytesIO(), TreeWriter(), True, []).dump(part)
+        except RecursionError:
+            return value
+        except (Exception, SystemExit):
+            return _culprit(part)
+    return value
 
 
 def load(data: Any, buffers: list[Any], tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> Any:
@@ -127,7 +141,7 @@ def load(data: Any, buffers: list[Any], tensors: Sequence[Tensor], rrefs: Sequen
         return _Unpickler(io.BytesIO(data), buffers=buffers).load()
     except SerializationError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SerializationError(f"cannot rebuild a value here: {type(error).__name__}: {error}") from error
     finally:
         _tables.__dict__.clear()

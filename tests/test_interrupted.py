@@ -1,0 +1,197 @@
+"""Interruptions and bad luck: what a Ctrl-C, a SystemExit or a system without threads must not break."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from support import PATIENCE, assert_no_references, eventually
+from telegrad.agent.agent import Agent
+from telegrad.agent.pool import Pool
+from telegrad.errors import SerializationError
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.testing import Cluster, cluster
+from telegrad.worker import Worker
+
+
+@pytest.fixture
+def pair() -> Iterator[Cluster]:
+    with cluster("a", "b", timeout=PATIENCE) as workers:
+        yield workers
+
+
+def answer(number: int) -> int:
+    return number
+
+
+def make_reference(worker: str) -> Any:
+    from telegrad import rpc
+
+    return rpc.RRef(worker)
+
+
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, after_the_answer: bool) -> None:
+    """The next wait is interrupted, before its answer came or after it."""
+    help_agent = Agent._help
+
+    def interrupted(self: Agent, waiting: Any) -> None:
+        monkeypatch.setattr(Agent, "_help", help_agent)
+        if after_the_answer:
+            assert eventually(waiting.ticket.settled)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Agent, "_help", interrupted)
+
+
+@pytest.mark.parametrize("after_the_answer", [False, True])
+def test_a_future_completes_although_a_wait_for_it_was_interrupted(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, after_the_answer: bool
+) -> None:
+    future = pair["a"].rpc_async("b", answer, (3,))
+    interrupt_once(monkeypatch, after_the_answer)
+    if not future.done():
+        with pytest.raises(KeyboardInterrupt):
+            future.wait()
+    assert eventually(future.done)
+    assert future.wait() == 3
+
+
+@pytest.mark.parametrize("after_the_answer", [False, True])
+def test_the_answer_of_an_interrupted_call_is_let_go(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, after_the_answer: bool
+) -> None:
+    interrupt_once(monkeypatch, after_the_answer)
+    with pytest.raises(KeyboardInterrupt):
+        pair["a"].rpc_sync("b", make_reference, ("b",))
+    assert len(pair["a"].agent.calls) == 0
+    assert_no_references(pair)
+
+
+class Leaver:
+    """A value whose own code ends the program."""
+
+    def __reduce__(self) -> Any:
+        sys.exit(3)
+
+
+class Bomb:
+    """A value that ends the program of whoever rebuilds it."""
+
+    def __reduce__(self) -> Any:
+        return sys.exit, (3,)
+
+
+def give(kind: type) -> Any:
+    return kind()
+
+
+@pytest.mark.parametrize("kind", [Leaver, Bomb])
+def test_a_value_that_exits_is_an_error_and_costs_no_thread(pair: Cluster, kind: type) -> None:
+    for _ in range(3):
+        with pytest.raises(SerializationError):
+            pair["a"].rpc_sync("b", give, (kind,))
+        with pytest.raises(SerializationError):
+            pair["a"].rpc_async("b", give, (kind,)).wait()
+    assert pair["a"].rpc_sync("b", answer, (5,)) == 5
+    assert eventually(lambda: all(worker.agent.pool.busy == 0 for worker in pair))
+
+
+def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool("poor", 4)
+    start = threading.Thread.start
+    refused: list[str] = []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("telegrad-poor") and len(refused) < 3:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    done = [threading.Event() for _ in range(8)]
+    for event in done:
+        pool.submit((lambda event, _: event.set(), event, None))
+        assert event.wait(PATIENCE)
+    assert len(refused) == 3
+    pool.close(PATIENCE)
+
+
+def test_the_end_of_a_link_leaves_the_next_one_with_its_number_alone() -> None:
+    """A descriptor that was closed may be another connection's by now."""
+
+    class Silent:
+        def readable(self) -> tuple[()]:
+            return ()
+
+        linger = readable
+
+        def flush(self) -> None:
+            pass
+
+    pool = Pool("one", 2)
+    fd = os.eventfd(0)
+    before, after = Silent(), Silent()
+    pool.watch(fd, before)
+    pool.forget(fd, before)
+    pool.watch(fd, after)
+    pool.forget(fd, before)  # the second close of the link before
+    assert pool._sources[fd] is after
+    pool.forget(fd, after)
+    os.close(fd)
+    pool.close(PATIENCE)
+
+
+def test_a_close_waits_once_and_not_once_per_thread(pair: Cluster) -> None:
+    gate = threading.Event()
+    begun = [threading.Event() for _ in range(4)]
+    pool = Pool("busy", 8)
+    for event in begun:
+        pool.submit((lambda event, _: (event.set(), gate.wait(PATIENCE)), event, None))
+        assert event.wait(PATIENCE)
+    waited: list[float] = []
+    join = threading.Thread.join
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(threading.Thread, "join", lambda self, timeout=None: waited.append(timeout) or join(self, timeout))
+    pool.close(0.2)
+    monkey.undo()
+    gate.set()
+    assert sum(waited) < 4 * 0.2
+
+
+def test_workers_with_different_patience_keep_in_touch() -> None:
+    with cluster("a", "b", timeout=PATIENCE) as workers:
+        patient, hasty = workers["a"], workers["b"]
+        assert patient.rpc_sync("b", answer, (1,)) == 1
+        peer = patient.agent.peer("b")
+        link = peer.link
+        assert link is not None
+        peer.record = type(peer.record)(1, "b", heartbeat=0.4)
+        assert patient.agent._pulse_of(link) == 0.4
+        assert hasty.agent._pulse_of(link) == hasty.agent.options.heartbeat
+
+
+def test_two_devices_cannot_go_to_one() -> None:
+    options = RpcBackendOptions()
+    options.set_device_map("b", {"cuda:0": "cuda:1"})
+    with pytest.raises(ValueError, match="two devices are mapped to cuda:1"):
+        options.set_device_map("b", {"cuda:1": "cuda:1"})
+
+
+def test_an_exception_keeps_its_big_tensor_until_it_was_taken(pair: Cluster) -> None:
+    """On a link with the lane; the memory link has none, so look at what is held."""
+    worker: Worker = pair["b"]
+    assert pair["a"].rpc_sync("b", answer, (1,)) == 1
+    (link,) = [link for link in worker.agent.peer("a").links if not link.dialled]
+    link.lane_open = True
+    try:
+        worker.agent.answer_failure(link, 99, ValueError("see", torch.full((1 << 17,), 7.0)))
+        assert link.held[99].stays == 1 << 19
+    finally:
+        link.lane_open = False
+        link.held.clear()
