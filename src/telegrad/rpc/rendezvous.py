@@ -49,7 +49,7 @@ class Meeting:
         mark = f"{self.name} {self.mark}"
         holder = self._once(f"rank/{self.rank}", mark)
         if holder == mark:
-            self._claimed += [f"rank/{self.rank}", f"record/{self.rank}"]
+            self._claimed.append(f"rank/{self.rank}")
             if self.store.check([f"refused/{self.rank}"]):  # at an earlier try
                 _quietly(lambda: self.store.delete_key(f"refused/{self.rank}"))
         if holder != mark:
@@ -96,15 +96,16 @@ class Meeting:
         # Asking again and again, because the stores complain on the terminal when a wait of theirs runs out.
         while True:
             for rank in list(self.missing):
-                if self.store.check([f"record/{rank}"]):
-                    records[rank] = self._check_size(self._read(rank, key))
+                record = self._read(rank, key)
+                if record is not None:
+                    records[rank] = self._check_size(record)
                     self.missing.remove(rank)
                 elif self.store.check([f"refused/{rank}"]):
                     raise RendezvousError(f"rank {rank} could not join: {self.store.get(f'refused/{rank}').decode()}")
             if not self.missing:
                 return [records[rank] for rank in sorted(records)]
             if time.monotonic() > deadline:
-                raise self._nobody_came(list(records.values()))
+                raise self._nobody_came([records[rank] for rank in sorted(records)])
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
 
@@ -125,7 +126,7 @@ class Meeting:
                     return None
                 rank = int(self.store.get(f"name/{worker}"))
                 self.store.wait([f"record/{rank}"], timedelta(seconds=self.timeout))
-            return self._read(rank, key) if self.store.check([f"record/{rank}"]) else None
+            return self._read(rank, key)
         except DistNetworkError as error:
             raise RendezvousError(
                 f"cannot find out about worker {worker!r}: the rendezvous is gone, which rank 0 or the launcher served"
@@ -133,11 +134,18 @@ class Meeting:
 
     def leave(self) -> None:
         """Frees rank and name."""
+        if f"rank/{self.rank}" in self._claimed:
+            _quietly(lambda: self.store.set(f"record/{self.rank}", ""))  # not deleted: a reader would wait for it
         for part in self._claimed:
             _quietly(lambda part=part: self.store.delete_key(part))  # type: ignore[misc]
 
-    def _read(self, rank: int, key: bytes) -> WorkerRecord:
+    def _read(self, rank: int, key: bytes) -> WorkerRecord | None:
+        """The record of a rank, once it has one."""
+        if not self.store.check([f"record/{rank}"]):
+            return None
         data = bytes.fromhex(self.store.get(f"record/{rank}").decode())
+        if not data:
+            return None  # it gave up
         signature, data = data[:_SIGNATURE], data[_SIGNATURE:]
         if not hmac.compare_digest(signature, _sign(key, data)):
             raise AuthenticationError(
