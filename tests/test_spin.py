@@ -13,11 +13,12 @@ from telegrad.agent.spin import Spin
 class Place:
     """A place to wait at, with a clock that moves by ``step`` at each look."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float = 10e-6, away: float = 0.0) -> None:
         self.now = 0.0
         self.looks = 0
         self.yields = 0
         self.step = step
+        self.away = away  # how long each yield takes
         self.spin = Spin()
         monkeypatch.setattr(spin, "_single_core", False)
         monkeypatch.setattr(spin, "_clock", lambda: self.now)
@@ -25,6 +26,7 @@ class Place:
 
     def _yield(self) -> None:
         self.yields += 1
+        self.now += self.away
 
     def look(self, after: int) -> bool:
         """One wait, whose answer is there at the look of that number."""
@@ -40,7 +42,7 @@ class Place:
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Place:
-    return Place(monkeypatch, 10e-6)
+    return Place(monkeypatch)
 
 
 NEVER = 1 << 60
@@ -84,12 +86,18 @@ def test_one_success_restores_the_trust(quiet: Place) -> None:
 
 
 def test_a_crowd_ends_the_search_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowded = Place(monkeypatch, 10 * spin._CROWDED)
+    crowded = Place(monkeypatch, away=2 * spin._CROWDED)
     assert not crowded.look(after=NEVER)
     assert crowded.looks == 2
     first, then = spin._SKIP_WHEN_CROWDED
     assert searches(crowded, first + 1) == [False] * first + [True]
     assert searches(crowded, then + 1) == [False] * then + [True]
+
+
+def test_where_another_runs_on_this_core_it_sleeps_but_looks_again_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Place(monkeypatch, away=2 * spin._SHARED)
+    assert searches(shared, 5) == [True] * 5
+    assert shared.looks == 2
 
 
 def test_on_a_single_core_it_never_searches(quiet: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 To put a core to sleep and wake it again costs 25-65 us on a virtual machine, and the *sender* pays for much of it: more
 than all of a small call.  So a thread that expects an answer within moments looks for it again and again first.  It
-stops where looking has not paid lately, and as soon as a look takes long, for then somebody else wants the core.
+stops where looking has not paid lately, and as soon as it notices that somebody else wants the core.
+
+That may be the very peer that it waits for.  Two processes that only ever yield to each other can share one core for
+long while another is idle, at half the speed; one that sleeps is woken on the idle core.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _BUDGET = 500e-6  # seconds: longer than a small call takes when the other side sleeps, so that both find back
-_CROWDED = 250e-6  # a look that takes longer means that another process had work for this core
+_SHARED = 15e-6  # a yield that takes longer means that another process ran on this core
+_CROWDED = 250e-6  # and one that takes that long, that it has much to do
 _TRIALS = 8  # vain searches in a row after which the next waits skip theirs
 _SKIP_AFTER_VAIN = 16  # a search in vain costs at most the time of the wait itself, so it is soon tried again
 _SKIP_WHEN_CROWDED = (32, 128)  # at first, and the next time; another process may keep the core for milliseconds
@@ -42,18 +46,21 @@ class Spin:
         if self._skip:
             self._skip -= 1
             return found
-        now = start = _clock()
-        while now - start < _BUDGET:
+        start = _clock()
+        before = start
+        while before - start < _BUDGET:
             os.sched_yield()
+            away = _clock() - before
             found = look()
             if found:
                 self._trials, self._crowded = _TRIALS, False
                 return found
-            before, now = now, _clock()
-            if now - before > _CROWDED:
-                self._skip = _SKIP_WHEN_CROWDED[self._crowded]
-                self._crowded = True
+            if away > _SHARED:
+                if away > _CROWDED:
+                    self._skip = _SKIP_WHEN_CROWDED[self._crowded]
+                    self._crowded = True
                 return found
+            before = _clock()
         self._crowded = False
         self._trials -= 1
         if self._trials <= 0:
