@@ -633,6 +633,22 @@ def test_a_part_nested_without_end_is_refused():
         values.tensors_of(Body(tensors=(meta,)), [bytearray(16)])
 
 
+@quiet_sparse
+@pytest.mark.parametrize("layout", [2, 3])
+def test_blocks_without_elements_are_refused(layout):
+    """torch takes them, and dies of a division by zero when such a tensor is made dense."""
+    code = DTYPE_CODES[torch.int64]
+    parts = (
+        TensorMeta(code, (2,), 0),
+        TensorMeta(code, (1,), 1),
+        TensorMeta(DTYPE_CODES[torch.float32], (1, 0, 2), 2),
+    )
+    meta = TensorMeta(DTYPE_CODES[torch.float32], (0, 2), layout=2, parts=parts, scalars=(layout,))
+    buffers = [bytearray(torch.tensor([0, 1]).numpy().tobytes()), bytearray(8), bytearray()]
+    with pytest.raises(SerializationError, match="blocks without elements"):
+        values.tensors_of(Body(tensors=(meta,)), buffers)
+
+
 # --- fuzz -----------------------------------------------------------------------------------------------------------
 
 

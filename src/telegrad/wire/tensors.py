@@ -319,6 +319,8 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
     if meta.layout == _COMPRESSED:
         layout = LAYOUT_CODES[int(meta.scalars[0])]
         outer, inner, values = parts
+        if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[outer.dim() : outer.dim() + 2]:
+            raise SerializationError("a sparse tensor has blocks without elements")  # torch would divide by their size
         return torch.sparse_compressed_tensor(
             outer, inner, values, size=meta.shape, layout=layout, check_invariants=True
         )
