@@ -6,7 +6,6 @@ import itertools
 from typing import NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", int)
-CallId = NewType("CallId", int)
 
 MAX_WORKERS = 1 << 16  # a context id gives the worker's id 16 bits
 

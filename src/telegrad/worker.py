@@ -21,12 +21,10 @@ from telegrad.current import adopt, current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
-from telegrad.rref.rref import RRef, handle, receive_handle
+from telegrad.rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
 from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import Call, Fetch, RemoteCall
 from telegrad.wire.values import Route
-
-UNSET_TIMEOUT = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +91,6 @@ class Worker:
             return WorkerInfo(self.name, self.id)
         peer = self._peer(of)
         return WorkerInfo(peer.name, peer.id)
-
-    def infos(self) -> list[WorkerInfo]:
-        return [WorkerInfo(peer.name, peer.id) for peer in self.agent.peers]
 
     def _peer(self, to: To) -> Peer:
         if type(to) is str or type(to) is int:

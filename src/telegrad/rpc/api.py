@@ -27,12 +27,12 @@ from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name
 from telegrad.rpc.rendezvous import Meeting
 from telegrad.rpc.stores import identity_in, open_store
-from telegrad.rref.rref import RRef
+from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.transport.handshake import Identity
 from telegrad.transport.lane import Proof
 from telegrad.wire.tensors import no_device_map
 from telegrad.wire.values import Route
-from telegrad.worker import UNSET_TIMEOUT, To, Worker, WorkerInfo
+from telegrad.worker import To, Worker, WorkerInfo
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 

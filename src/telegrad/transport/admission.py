@@ -21,8 +21,8 @@ __all__ = ["Admission"]
 class Admission:
     """Drives a connected socket until the peer has proved itself; then ``stream`` and ``peer`` are good to use.
 
-    (1) TLS, when there is a context  (2) ``on_tls`` checks the certificate  (3) the handshake.
-    ``make_handshake`` makes the machine of (3), when it is known what it is to be bound to.
+    (1) TLS, when there is a context  (2) ``make_handshake`` checks the certificate, where one is expected, and makes
+    the machine of (3), now that it is known what it is to be bound to  (3) the handshake.
     """
 
     def __init__(
