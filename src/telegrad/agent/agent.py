@@ -89,7 +89,7 @@ class Agent:
         self.options = options
         self.pool = Pool(me.name, options.threads, on_thread_start)
         self.calls: Calls[Ticket] = Calls()
-        self.bodies = Bodies(options.allow_pickle)
+        self.bodies = Bodies(options.allow_pickle, me.lane_word)
         self.handlers: dict[type, Handler] = {}
         self.note_handlers: dict[type, Callable[[int, Any], None]] = {}
         self.lost_handlers: list[Callable[[int], None]] = []
@@ -156,12 +156,12 @@ class Agent:
         self._greet(peer, link)
 
     def _greet(self, peer: Peer, link: Link) -> None:
-        """Tells the peer when we can read its memory, so that it may leave big buffers there for us."""
+        """Tells the peer when we can read its slabs, so that it may lay big buffers there for us."""
         record = peer.record
         if (
             record.host == self.me.host
             and peer.id != self.me.worker_id
-            and lane.can_read(record.pid, record.lane_address, record.lane_word)
+            and lane.can_read(record.pid, record.lane_fd, record.lane_word)
         ):
             link.send(LaneOpen())
 
@@ -191,8 +191,6 @@ class Agent:
             self._clock.wake_at(waiting.deadline)
         if future is not None:
             future._help = lambda wait: self._help_future(waiting, wait)
-        if parcel.stays:
-            link.held[waiting.call_id] = parcel
         link.send(message(waiting.call_id, parcel.body), parcel.stream)
         if peer.link is not link or self.closing:  # it went between our look and our send
             self._fail_calls(peer, link)
@@ -268,16 +266,16 @@ class Agent:
             body = message.body
             if body.tree is None and not body.buffers and not body.rrefs:
                 return None
-            return self._open(ticket.link, message.call_id, body, outcome.buffers)
+            return self._open(ticket.link, body, outcome.buffers)
         assert isinstance(message, Failure)
         try:
-            details = self._open(ticket.link, message.call_id, message.body, outcome.buffers)
+            details = self._open(ticket.link, message.body, outcome.buffers)
         except TelegradError:
             details = None  # its type and text are enough
         raise rebuild(message, details, self.options.allow_pickle)
 
-    def _open(self, link: Link, call_id: int, body: Body, streamed: list[Any]) -> Any:
-        return self.bodies.open(self.peer(link.peer_id), link, call_id, body, streamed)[0]
+    def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
+        return self.bodies.open(self.peer(link.peer_id), link, body, streamed)[0]
 
     def _timed_out(self, waiting: Waiting[Ticket]) -> RpcTimeoutError:
         peer = self.peer(waiting.to)
@@ -321,7 +319,7 @@ class Agent:
                 elif (rest := self._settle(waiting.ticket, frame)) is not None:
                     work.append(rest)
             elif kind is Taken:
-                link.held.pop(message.token, None)  # type: ignore[union-attr]
+                self.bodies.taken(link, message)  # type: ignore[arg-type]
             elif kind is NoteAck:
                 with self._lock:
                     self._outbox.acknowledged(link.peer_id, message.seq)  # type: ignore[union-attr]
@@ -349,7 +347,7 @@ class Agent:
         """An answer that nobody waits for any more."""
         message = frame.message
         assert isinstance(message, Reply | Failure)
-        self.bodies.discard(link, message.call_id, message.body)
+        self.bodies.discard(link, message.body)
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -363,15 +361,11 @@ class Agent:
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
-        if parcel.stays:
-            link.held[call_id] = parcel
         link.send(Reply(call_id, parcel.body), parcel.stream, more=True)
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
         failure, parcel = failure_of(error, call_id, self.me.name, lambda value: self.bodies.pack(peer, link, value))
-        if parcel.stays:
-            link.held[call_id] = parcel
         link.send(failure, parcel.stream)
 
     # --- notes --------------------------------------------------------------------------------------------------
@@ -458,12 +452,13 @@ class Agent:
             again = self._outbox.due(now)
         for to, note in again:
             self.pool.submit((self._send_note, self.peer(to), note))
+        self.bodies.give_back()
         for peer in self.peers:
             for link in peer.links if peer.id != self.me.worker_id else ():
                 self._check_pulse(link, now)
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
-            self.bodies.buffers.trim()
+            self.bodies.trim()
         pause = min(self.options.heartbeat / 4, 1.0, *(peer.record.heartbeat / 4 or 1.0 for peer in self.peers))
         if self.unacknowledged:
             pause = min(pause, self.options.note_pause)

@@ -2,70 +2,121 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer
 from telegrad.errors import TelegradError, WorkerLostError
-from telegrad.transport import lane
-from telegrad.transport.buffers import BufferPool
+from telegrad.transport.buffers import BufferPool, Loans
+from telegrad.transport.lane import LANE_LIMIT, Shelf, Slab, Window
 from telegrad.wire import codec, values
 from telegrad.wire.messages import Body, InPeer, RRefFork, Taken
 
 Scope = AbstractContextManager[None]
 Incoming = Callable[[int, Any, list[Tensor]], Scope | None]
 
+_KEPT_SECONDS = 30.0  # a tensor that lives longer keeps its slab for good
+
+
+class _Borrowed(NamedTuple):
+    """A peer's slab, under a tensor of ours."""
+
+    link: Link
+    window: Window
+    slab: int
+    since: float
+
 
 class Bodies:
     """The outgoing interceptor is part of a peer's route; ``incoming`` and ``make_reference`` are set by the worker."""
 
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, allow_pickle: bool, word: bytes) -> None:
         self.buffers = BufferPool()
+        self.shelf = Shelf(word)
         self.incoming: Incoming | None = None
         self.make_reference: Callable[[RRefFork], Any] = _no_references
         self._allow_pickle = allow_pickle
+        self._windows: dict[int, Window] = {}
+        self._borrowed: Loans[_Borrowed] = Loans()
 
     def pack(self, peer: Peer, link: Link, value: Any) -> values.Parcel:
-        return values.pack(value, peer.route, codec.encode, lane.LANE_LIMIT if link.lane_open else None)
+        """The link holds the parcel's slabs until the peer gives them back, or the link breaks."""
+        if self._borrowed:
+            self.give_back()
+        parcel = values.pack(value, peer.route, codec.encode, self._shelve if link.lane_open else None)
+        for slab in parcel.slabs:
+            link.held[slab.number] = slab
+        return parcel
 
-    def open(self, peer: Peer, link: Link, token: int, body: Body, streamed: list[Any]) -> tuple[Any, Scope | None]:
+    def _shelve(self, address: int, size: int) -> Slab | None:
+        return self.shelf.put(address, size) if size >= LANE_LIMIT else None
+
+    def taken(self, link: Link, message: Taken) -> None:
+        slab = link.held.pop(message.slab, None)
+        if slab is not None and not message.kept:
+            self.shelf.take_back(slab)
+
+    def open(self, peer: Peer, link: Link, body: Body, streamed: list[Any]) -> tuple[Any, Scope | None]:
         """The value of a body, and the scope in which the incoming interceptor wants it used."""
         scope = None
         rrefs = [self.make_reference(fork) for fork in body.rrefs] if body.rrefs else []
-        fetched = self._fetch(peer, link, token, body)
-        buffers = codec.complete(body, streamed, fetched) if body.buffers else []
+        buffers = codec.complete(body, streamed, self._borrow(peer, link, body)) if body.buffers else []
         tensors = values.tensors_of(body, buffers)
         if body.extra is not None and self.incoming is not None:
             scope = self.incoming(link.peer_id, body.extra, tensors)
         return values.unpack(body, buffers, rrefs, tensors, self._allow_pickle), scope
 
-    def _fetch(self, peer: Peer, link: Link, token: int, body: Body) -> list[Any]:
-        """Copies the buffers that wait in the peer's memory."""
-        remote = [buffer for buffer in body.buffers if type(buffer) is InPeer]
-        if not remote:
+    def _borrow(self, peer: Peer, link: Link, body: Body) -> list[Any]:
+        """The buffers that lie in the peer's slabs."""
+        shared = [buffer for buffer in body.buffers if type(buffer) is InPeer]
+        if not shared:
             return []
-        fetched = []
-        try:
-            for buffer in remote:
-                memory = self.buffers.lend(buffer.size)
-                lane.fetch(peer.record.pid, buffer.address, memory, peer.name)
-                fetched.append(memory)
-        finally:
-            link.post(Taken(token))  # with the answer, or the next call: a send of its own would only wake the peer
-        if not link.peer_is_there():  # then it may have freed that memory while we read it
-            raise WorkerLostError(f"worker {peer.name!r} went away while its memory was read")
-        return fetched
+        self.give_back()
+        window = self._windows.get(peer.id)
+        if window is None:
+            window = self._windows[peer.id] = Window(peer.record.pid, peer.record.lane_word)
+        views: list[Any] = []
+        now = time.monotonic()
+        for buffer in shared:
+            try:
+                memory = window.view(buffer.slab, buffer.fd, buffer.size)
+            except OSError as error:
+                for lost in shared[len(views) :]:
+                    link.post(Taken(lost.slab))
+                raise WorkerLostError(f"worker {peer.name!r} took {buffer.size:,} bytes away: {error}") from error
+            self._borrowed.add(memory, _Borrowed(link, window, buffer.slab, now))
+            views.append(memory)
+        return views
 
-    def discard(self, link: Link, token: int, body: Body) -> None:
+    def give_back(self) -> None:
+        """Tells the peers which of their slabs are free: with the next message, since a send of its own would only
+        wake them."""
+        for loan in self._borrowed.returned():
+            loan.link.post(Taken(loan.slab))
+
+    def discard(self, link: Link, body: Body) -> None:
         """A body that nobody wants any more: lets go of what it holds over there."""
-        if any(type(buffer) is InPeer for buffer in body.buffers):
-            link.post(Taken(token))
+        for buffer in body.buffers:
+            if type(buffer) is InPeer:
+                link.post(Taken(buffer.slab))
         for fork in body.rrefs:
             self.make_reference(fork)
+
+    def trim(self) -> None:
+        """Called now and then: what was not used for a while goes back to the system, or to its present user."""
+        self.give_back()
+        for loan in self._borrowed.leave(lambda loan: time.monotonic() - loan.since > _KEPT_SECONDS):
+            loan.window.forget(loan.slab)
+            loan.link.post(Taken(loan.slab, kept=True))
+        self.buffers.trim()
+        self.shelf.trim()
+        for window in list(self._windows.values()):
+            window.trim()
 
 
 def _no_references(fork: RRefFork) -> Any:

@@ -74,7 +74,7 @@ def execute(
         args: tuple[Any, ...] = (None,)
         if message.body.tree is not None or message.body.pickle >= 0:
             peer = agent.peer(link.peer_id)
-            args, scope = agent.bodies.open(peer, link, message.call_id, message.body, frame.buffers)
+            args, scope = agent.bodies.open(peer, link, message.body, frame.buffers)
             if not function:
                 function, *args = args  # type: ignore[assignment]
         if type(function) is str:

@@ -18,11 +18,9 @@ from telegrad.agent.pool import Pool, Work
 from telegrad.agent.spin import Spin
 from telegrad.errors import ProtocolError
 from telegrad.transport.base import Stream
-from telegrad.transport.lane import SPLIT_FROM
 from telegrad.wire import codec
 from telegrad.wire.frames import Frame, FrameReader, prefix
 from telegrad.wire.messages import Message
-from telegrad.wire.values import Parcel
 
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256
@@ -36,8 +34,8 @@ class Link(Protocol):
     peer_id: int
     dialled: bool  # by this side
     last_heard: float  # when the peer, or its host, last gave a sign of life
-    lane_open: bool  # the peer can read our memory
-    held: dict[int, Parcel]  # whose memory the peer has yet to read, by token
+    lane_open: bool  # the peer can read our slabs
+    held: dict[int, Any]  # the slabs that the peer has not given back, by number
 
     def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
         """Sends a message; with ``more``, perhaps together with those that will follow in a moment."""
@@ -49,9 +47,6 @@ class Link(Protocol):
 
     def flush(self) -> None:
         """Sends what waits."""
-
-    def peer_is_there(self) -> bool:
-        """Whether the other side still holds the link open, as far as can be seen without reading."""
 
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
@@ -84,7 +79,7 @@ class StreamLink:
         self.dialled = dialled
         self.last_heard = time.monotonic()
         self.lane_open = False
-        self.held: dict[int, Parcel] = {}
+        self.held: dict[int, Any] = {}
         self._stream = stream
         self._fd = stream.fileno()
         self._pool = pool
@@ -161,11 +156,6 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
 
-    def peer_is_there(self) -> bool:
-        poll = select.poll()
-        poll.register(self._fd, select.POLLRDHUP)
-        return not self._closed and not poll.poll(0)
-
     def linger(self) -> Sequence[Work]:
         """Looks for the next request of a caller that just got its answer, without waking another thread for it."""
         if self.dialled or self._closed or not self._reading.acquire(blocking=False):
@@ -196,9 +186,7 @@ class StreamLink:
         return True
 
     def _look(self) -> list[tuple[int, int]]:
-        """What can be read within moments; but the peer needs all cores while it copies much of our memory."""
-        if any(parcel.stays >= SPLIT_FROM for parcel in list(self.held.values())):
-            return []
+        """What can be read within moments."""
         return self._spin.look(self._glance)
 
     def _glance(self) -> list[tuple[int, int]]:

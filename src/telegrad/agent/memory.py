@@ -13,7 +13,6 @@ from telegrad.agent.pool import Pool
 from telegrad.wire import codec
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Message
-from telegrad.wire.values import Parcel
 
 
 class Carrier(Protocol):
@@ -37,7 +36,7 @@ class MemoryLink:
         self.dialled = dialled
         self.last_heard = math.inf  # nobody is silent in here
         self.lane_open = False
-        self.held: dict[int, Parcel] = {}
+        self.held: dict[int, Any] = {}
         self._agent = agent
         self._pool = pool
         self._carrier = carrier
@@ -68,9 +67,6 @@ class MemoryLink:
         work = self._agent.arrived(self, (frame,))
         if work:
             self._pool.submit_all(work)
-
-    def peer_is_there(self) -> bool:
-        return not self._closed
 
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         return False

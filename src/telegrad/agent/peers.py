@@ -24,7 +24,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
     pid: int = 0
     host: str = ""  # equal on two workers that share a kernel and a network namespace
     addresses: tuple[Address, ...] = ()
-    lane_address: int = 0
+    lane_fd: int = -1
     lane_word: bytes = b""
     main: str = ""  # the program that runs as __main__
     allow_pickle: bool = True

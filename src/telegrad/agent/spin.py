@@ -4,12 +4,15 @@ To put a core to sleep and wake it again costs 25-65 us on a virtual machine, an
 than all of a small call.  So a thread that expects an answer within moments looks for it again and again first.  It
 stops where looking has not paid lately, and as soon as it notices that somebody else wants the core.
 
-That may be the very peer that it waits for.  Two processes that only ever yield to each other can share one core for
-long while another is idle, at half the speed; one that sleeps is woken on the idle core.
+That may be the very peer that it waits for: the kernel likes to wake a process on the core of the one that woke it, and
+two processes that yield to each other can share a core for long while another is idle, at half the speed.  So the
+first thing to do is to step aside, onto another core, which takes a call from 45 us to 25-35 us in the median.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -24,19 +27,33 @@ _TRIALS = 8  # vain searches in a row after which the next waits skip theirs
 _SKIP_AFTER_VAIN = 16  # a search in vain costs at most the time of the wait itself, so it is soon tried again
 _SKIP_WHEN_CROWDED = (32, 128)  # at first, and the next time; another process may keep the core for milliseconds
 
+_STAY = 200e-6  # seconds between two moves to another core
+
+_getcpu = ctypes.CDLL(None).sched_getcpu
 _clock = time.perf_counter
 _single_core = (os.cpu_count() or 1) < 2
+
+
+def step_aside() -> None:
+    """Moves the calling thread to another core, if it may run on another."""
+    allowed = os.sched_getaffinity(0)
+    others = allowed - {_getcpu()}
+    if others:
+        with contextlib.suppress(OSError):  # what it may use has changed at this moment
+            os.sched_setaffinity(0, others)
+            os.sched_setaffinity(0, allowed)
 
 
 class Spin:
     """One place where threads wait, and how looking has paid there."""
 
-    __slots__ = ("_crowded", "_skip", "_trials")
+    __slots__ = ("_crowded", "_skip", "_stay_until", "_trials")
 
     def __init__(self) -> None:
         self._trials = _TRIALS
         self._skip = 0  # how many of the next waits go to sleep at once
         self._crowded = False  # at the last search
+        self._stay_until = 0.0  # before that, sharing a core means to sleep
 
     def look(self, look: Callable[[], T]) -> T:
         """Calls ``look`` until it returns something true, or it is time to sleep."""
@@ -59,7 +76,11 @@ class Spin:
                 if away > _CROWDED:
                     self._skip = _SKIP_WHEN_CROWDED[self._crowded]
                     self._crowded = True
-                return found
+                    return found
+                if before < self._stay_until:
+                    return found
+                self._stay_until = before + _STAY
+                step_aside()  # and look on
             before = _clock()
         self._crowded = False
         self._trials -= 1

@@ -11,27 +11,140 @@ import mmap
 import threading
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Memory = NDArray[np.uint8]
+T = TypeVar("T")
 
 POOLED_FROM = 64 << 10
 _HUGE_FROM = 2 << 20
 
 
-class _Loan(weakref.ref[Memory]):
-    """Remembers the slab of a lent array, which itself cannot be a dictionary's key."""
+class _Loan(weakref.ref[Memory], Generic[T]):
+    """Remembers what an array was made of, which itself cannot be a dictionary's key."""
 
-    __slots__ = ("slab",)
-    slab: mmap.mmap
+    __slots__ = ("behind",)
+    behind: T
+
+
+class Loans(Generic[T]):
+    """Arrays that were handed out, each with what lies behind it; tells of those over which no tensor lives any more.
+
+    What lies behind must not be an array: numpy would let views of a lent array refer to that one and not to the lent
+    array, which would then seem unused.
+    """
+
+    def __init__(self) -> None:
+        self._lent: dict[int, _Loan[T]] = {}
+        # The callback of a weak reference may run anywhere, even inside this class: it only appends.
+        self._returned: deque[Any] = deque()
+
+    def add(self, memory: Memory, behind: T) -> None:
+        loan: _Loan[T] = _Loan(memory, self._returned.append)
+        loan.behind = behind
+        self._lent[id(loan)] = loan
+
+    def returned(self) -> Iterator[T]:
+        """What came back since the last time."""
+        while True:
+            try:
+                loan = self._returned.popleft()
+            except IndexError:
+                return
+            known = self._lent.pop(id(loan), None)
+            if known is not None:
+                yield known.behind
+
+    def leave(self, which: Callable[[T], bool]) -> list[T]:
+        """Forgets some of those that are still out: they will not come back."""
+        chosen = [loan for loan in list(self._lent.values()) if which(loan.behind)]
+        return [loan.behind for loan in chosen if self._lent.pop(id(loan), None) is not None]
+
+    def __bool__(self) -> bool:
+        """Whether something came back."""
+        return bool(self._returned)
+
+    def __len__(self) -> int:
+        return len(self._lent)
+
+
+class Idle(Generic[T]):
+    """Memory that nobody uses at the moment, by size class."""
+
+    def __init__(self, keep_bytes: int) -> None:
+        self.bytes = 0
+        self._keep_bytes = keep_bytes
+        self._lock = threading.Lock()
+        self._slabs: dict[int, list[T]] = {}
+        self._spare: dict[int, int] = {}  # how many of a class were idle all the time since the last trim
+
+    def take(self, size_class: int) -> T | None:
+        with self._lock:
+            slabs = self._slabs.get(size_class)
+            if not slabs:
+                return None
+            self.bytes -= size_class
+            slab = slabs.pop()
+            self._spare[size_class] = min(self._spare.get(size_class, 0), len(slabs))
+            return slab
+
+    def put(self, size_class: int, slab: T) -> bool:
+        """Keeps it for the next; False if there is enough already."""
+        with self._lock:
+            if self.bytes + size_class > self._keep_bytes:
+                return False
+            self._slabs.setdefault(size_class, []).append(slab)
+            self.bytes += size_class
+            return True
+
+    def trim(self) -> None:
+        """Gives up what nobody asked for since the last trim."""
+        gone: list[T] = []  # freed when the lock is: unmapping takes long
+        with self._lock:
+            for size_class, slabs in list(self._slabs.items()):
+                spare = self._spare.get(size_class, 0)
+                gone += slabs[:spare]
+                del slabs[:spare]
+                self.bytes -= spare * size_class
+                self._spare[size_class] = len(slabs)
+                if not slabs:
+                    del self._slabs[size_class], self._spare[size_class]
+
+
+class BufferPool:
+    """Lends arrays of bytes; an array comes back by itself when the last tensor over it is gone."""
+
+    def __init__(self, keep_bytes: int = 1 << 30) -> None:
+        self._idle: Idle[mmap.mmap] = Idle(keep_bytes)
+        self._loans: Loans[mmap.mmap] = Loans()
+
+    def lend(self, size: int) -> Memory:
+        """An array of that many bytes, with whatever was in it before."""
+        if size < POOLED_FROM:
+            return np.empty(size, np.uint8)
+        self._collect()
+        slab = self._idle.take(size_class(size)) or _new_slab(size_class(size))
+        lent = np.frombuffer(slab, np.uint8, size)
+        self._loans.add(lent, slab)
+        return lent
+
+    def _collect(self) -> None:
+        for slab in self._loans.returned():
+            self._idle.put(len(slab), slab)
+
+    def trim(self) -> None:
+        self._collect()
+        self._idle.trim()
+
+    def __repr__(self) -> str:
+        return f"<BufferPool lent={len(self._loans)} idle={self._idle.bytes:,} bytes>"
 
 
 def _new_slab(size: int) -> mmap.mmap:
-    """Fresh memory.  Not an array: numpy would let views of a lent array refer to the slab and not to the lent array,
-    which would then seem unused."""
     slab = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_FROM:
         with contextlib.suppress(OSError, AttributeError):
@@ -39,61 +152,7 @@ def _new_slab(size: int) -> mmap.mmap:
     return slab
 
 
-class BufferPool:
-    """Lends arrays of bytes; an array comes back by itself when the last tensor over it is gone."""
-
-    def __init__(self, keep_bytes: int = 1 << 30) -> None:
-        self._keep_bytes = keep_bytes
-        self._lock = threading.Lock()
-        self._idle: dict[int, list[mmap.mmap]] = {}  # by size class
-        self._idle_bytes = 0
-        self._lent: dict[int, _Loan] = {}
-        # The callback of a weak reference may run anywhere, even inside this class: it only appends.
-        self._returned: deque[Any] = deque()
-
-    def lend(self, size: int) -> Memory:
-        """An array of that many bytes, with whatever was in it before."""
-        if size < POOLED_FROM:
-            return np.empty(size, np.uint8)
-        size_class = _size_class(size)
-        with self._lock:
-            self._collect()
-            idle = self._idle.get(size_class)
-            slab = idle.pop() if idle else None
-            if slab is not None:
-                self._idle_bytes -= size_class
-        if slab is None:
-            slab = _new_slab(size_class)
-        lent = np.frombuffer(slab, np.uint8, size)
-        loan = _Loan(lent, self._returned.append)
-        loan.slab = slab
-        self._lent[id(loan)] = loan
-        return lent
-
-    def _collect(self) -> None:
-        while self._returned:
-            slab = self._lent.pop(id(self._returned.popleft())).slab
-            size = len(slab)
-            if self._idle_bytes + size <= self._keep_bytes:
-                self._idle.setdefault(size, []).append(slab)
-                self._idle_bytes += size
-
-    def trim(self) -> None:
-        """Gives half of the idle memory back to the system; called now and then, so that what is unused fades away."""
-        with self._lock:
-            self._collect()
-            for size_class, idle in list(self._idle.items()):
-                gone = (len(idle) + 1) // 2
-                del idle[:gone]
-                self._idle_bytes -= gone * size_class
-                if not idle:
-                    del self._idle[size_class]
-
-    def __repr__(self) -> str:
-        return f"<BufferPool lent={len(self._lent)} idle={self._idle_bytes:,} bytes>"
-
-
-def _size_class(size: int) -> int:
+def size_class(size: int) -> int:
     """The next of eight steps per power of two: at most an eighth is wasted, and a class is met again soon."""
     step = max(1 << (size.bit_length() - 4), 4096)
     return -(-size // step) * step

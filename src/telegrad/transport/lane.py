@@ -1,115 +1,229 @@
-"""The same-host lane: a receiver copies big buffers straight out of the sender's memory.
+"""The same-host lane: big buffers travel in memory that both processes see.
 
-``process_vm_readv`` makes one copy where a socket makes two.  It needs the same user and a permissive ptrace scope, so
-each side of a connection proves it first by reading a random word from the other's memory.
+A socket copies twice, into the kernel and out of it; here the sender copies once, into a *slab*, and the receiver
+builds its tensors right on it::
+
+    sender, Shelf                                          receiver, Window
+    1. copies the buffer into a slab (a sealed memfd)
+    2. ── InPeer(slab, fd, size), in the message ──▶       3. maps /proc/<pid>/fd/<fd>, or finds it mapped
+                                                           4. a tensor lives on it, for as long as it likes
+    6. the slab is free for the next        ◀── Taken ──   5. the last tensor over it is gone
+
+To map a slab costs about as much as to copy it, so both sides keep theirs for the next message.  A slab that is not
+given back, because the link broke or because the receiver wants to keep it, is the receiver's alone: the sender lets
+go of it, and the kernel frees it with the receiver's last tensor.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import itertools
+import mmap
 import os
 import secrets
 import threading
+import weakref
+from typing import Any
 
 import numpy as np
 
-from telegrad.errors import WorkerLostError
-from telegrad.transport.buffers import Memory
+from telegrad.transport.buffers import Idle, Memory, size_class
 
-LANE_LIMIT = 256 << 10  # below this a socket is as fast
-SPLIT_FROM = 8 << 20  # from here on two cores copy faster than one
-_MAX_READ = 1 << 30
+LANE_LIMIT = 64 << 10  # below this a socket is as fast
+_MOST_SLABS = 256  # a descriptor each; beyond them buffers go by the socket
+_KEEP_BYTES = 1 << 30
+_SPLIT_FROM = 8 << 20  # from here on two cores copy faster than one
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_NO_ADDRESS = ctypes.c_void_p(-1).value
 
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
-
-
-def _load() -> ctypes._NamedFuncPointer | None:
-    try:
-        function = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (OSError, AttributeError):
-        return None
-    function.restype = ctypes.c_ssize_t
-    function.argtypes = (
-        ctypes.c_int,
-        ctypes.POINTER(_IoVec),
-        ctypes.c_ulong,
-        ctypes.POINTER(_IoVec),
-        ctypes.c_ulong,
-        ctypes.c_ulong,
-    )
-    return function
-
-
-_readv = _load()
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Proof:
-    """A random word in this process's memory, for a peer to read."""
+    """A random word in a memfd, for a peer to read: whoever can, can read our slabs too."""
 
     def __init__(self) -> None:
-        self._memory = np.frombuffer(bytearray(secrets.token_bytes(32)), np.uint8)
         self.pid = os.getpid()
-        self.address = self._memory.ctypes.data
-        self.word = self._memory.tobytes()
+        self.word = secrets.token_bytes(32)
+        self.fd = _memfd(_name(self.word, 0), len(self.word))
+        weakref.finalize(self, os.close, self.fd)
+        os.pwrite(self.fd, self.word, 0)
 
 
-def can_read(pid: int, address: int, word: bytes) -> bool:
-    """Whether this process can read that word at that address of that process."""
-    if _readv is None or len(word) != 32:
+def can_read(pid: int, fd: int, word: bytes) -> bool:
+    """Whether this process can read that word from that descriptor of that process."""
+    if len(word) != 32:
         return False
-    memory = np.zeros(len(word), np.uint8)
     try:
-        read(pid, address, memory)
-    except (OSError, OverflowError):
+        found = _open(pid, fd, word, 0, len(word))
+    except OSError:
         return False
-    return memory.tobytes() == word
+    try:
+        return os.pread(found, len(word), 0) == word
+    finally:
+        os.close(found)
 
 
-def read(pid: int, address: int, into: Memory) -> None:
-    """Copies ``len(into)`` bytes from another process; big copies are shared between two threads."""
-    size = into.size
-    if size < SPLIT_FROM or (os.cpu_count() or 1) < 2:
-        _read(pid, address, into.ctypes.data, size)
+class Slab:
+    """Shared memory as its maker sees it.  Dropping it gives it up; the receiver's mapping is its own."""
+
+    def __init__(self, number: int, word: bytes, size: int) -> None:
+        self.number = number
+        self.size = size
+        self.fd = _memfd(_name(word, number), size)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        self._close.atexit = False
+        self.memory = _map(self.fd, size)
+        self.address = ctypes.addressof(self.memory)
+
+
+class Shelf:
+    """Where a worker lays out what its neighbours may take."""
+
+    def __init__(self, word: bytes) -> None:
+        self._word = word
+        self._numbers = itertools.count(1)
+        self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
+        self._idle: Idle[Slab] = Idle(_KEEP_BYTES)
+
+    def put(self, address: int, size: int) -> Slab | None:
+        """Copies that memory into a slab; None if there are too many, or the system gives no more."""
+        wanted = size_class(size)
+        slab = self._idle.take(wanted)
+        if slab is None:
+            if len(self._slabs) >= _MOST_SLABS:
+                self._idle.trim()  # of other sizes
+                return None
+            try:
+                slab = Slab(next(self._numbers), self._word, wanted)
+            except OSError:
+                return None
+            self._slabs.add(slab)
+        _copy(slab.address, address, size)
+        return slab
+
+    def take_back(self, slab: Slab) -> None:
+        """The receiver needs it no more."""
+        self._idle.put(slab.size, slab)
+
+    def trim(self) -> None:
+        self._idle.trim()
+
+    def __repr__(self) -> str:
+        return f"<Shelf {len(self._slabs)} slabs, {self._idle.bytes:,} bytes idle>"
+
+
+class Window:
+    """One peer's slabs, as a receiver sees them."""
+
+    def __init__(self, pid: int, word: bytes) -> None:
+        self._pid = pid
+        self._word = word
+        self._lock = threading.Lock()
+        self._mapped: dict[int, Any] = {}  # the last ones used, the latest at the end; a tensor holds its own
+        self._bytes = 0
+
+    def view(self, number: int, fd: int, size: int) -> Memory:
+        """The first bytes of a slab.  Raises OSError if the peer has no such slab, or is gone."""
+        with self._lock:
+            memory = self._mapped.pop(number, None)
+            if memory is None:
+                memory = self._map(number, fd, size)
+                self._bytes += len(memory)
+            elif len(memory) < size:
+                raise OSError(f"slab {number} has {len(memory):,} bytes, not {size:,}")
+            self._mapped[number] = memory
+            while self._bytes > _KEEP_BYTES:
+                self._forget(next(iter(self._mapped)))
+        return np.frombuffer(memory, np.uint8, size)
+
+    def _map(self, number: int, fd: int, size: int) -> Any:
+        found = _open(self._pid, fd, self._word, number, size)
+        try:
+            return _map(found, os.fstat(found).st_size)
+        finally:
+            os.close(found)
+
+    def _forget(self, number: int) -> None:
+        memory = self._mapped.pop(number, None)
+        if memory is not None:
+            self._bytes -= len(memory)
+
+    def forget(self, number: int) -> None:
+        """The slab will not come again."""
+        with self._lock:
+            self._forget(number)
+
+    def trim(self) -> None:
+        """Forgets the half that was not used for longest."""
+        with self._lock:
+            for number in list(self._mapped)[: (len(self._mapped) + 1) // 2]:
+                self._forget(number)
+
+    def __repr__(self) -> str:
+        return f"<Window to process {self._pid}: {len(self._mapped)} slabs, {self._bytes:,} bytes>"
+
+
+def _copy(target: int, source: int, size: int) -> None:
+    """Big copies are shared between two threads, where there are two cores."""
+    if size < _SPLIT_FROM or (os.cpu_count() or 1) < 2:
+        ctypes.memmove(target, source, size)
         return
     half = size // 2
-    failures: list[OSError] = []
-
-    def second() -> None:
-        try:
-            _read(pid, address + half, into.ctypes.data + half, size - half)
-        except OSError as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=second, name="telegrad-lane", daemon=True)
+    thread = threading.Thread(
+        target=ctypes.memmove, args=(target + half, source + half, size - half), name="telegrad-lane", daemon=True
+    )
     thread.start()
+    ctypes.memmove(target, source, half)
+    thread.join()
+
+
+def _name(word: bytes, number: int) -> str:
+    return f"telegrad-{word[:8].hex()}-{number}"
+
+
+def _memfd(name: str, size: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        _read(pid, address, into.ctypes.data, half)
-    finally:
-        thread.join()
-    if failures:
-        raise failures[0]
+        os.posix_fallocate(fd, 0, size)  # a full system says so here, and not with a signal while we copy
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
 
 
-def _read(pid: int, address: int, target: int, size: int) -> None:
-    assert _readv is not None
-    done = 0
-    while done < size:
-        count = min(size - done, _MAX_READ)
-        local, remote = _IoVec(target + done, count), _IoVec(address + done, count)
-        got = _readv(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        if got <= 0:
-            errno = ctypes.get_errno()
-            raise OSError(errno, f"reading {size:,} bytes of process {pid}: {os.strerror(errno)}")
-        done += got
+def _open(pid: int, fd: int, word: bytes, number: int, size: int) -> int:
+    """A descriptor of our own for a slab of another process.
 
-
-def fetch(pid: int, address: int, into: Memory, name: str) -> None:
-    """As ``read``, for a peer by name."""
+    By now the number may stand for another file there, so its name must be right; and its owner must not be able to
+    shrink it, or touching the end of it would kill us.
+    """
+    found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        read(pid, address, into)
-    except OSError as error:
-        raise WorkerLostError(
-            f"worker {name!r} did not let {into.size:,} bytes be read from it, or went away: {error}"
-        ) from error
+        name = os.readlink(f"/proc/self/fd/{found}")
+        if name != f"/memfd:{_name(word, number)} (deleted)":
+            raise OSError(f"descriptor {fd} of process {pid} is not slab {number}")
+        if fcntl.fcntl(found, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(found).st_size < size:
+            raise OSError(f"slab {number} of process {pid} is not a sealed one of {size:,} bytes")
+    except BaseException:
+        os.close(found)
+        raise
+    return found
+
+
+def _map(fd: int, size: int) -> Any:
+    """Maps a file.  Unlike Python's own ``mmap``, this keeps no descriptor: a tensor may live for long."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, 0)
+    if address == _NO_ADDRESS:
+        errno = ctypes.get_errno()
+        raise OSError(errno, f"mapping {size:,} bytes: {os.strerror(errno)}")
+    memory = (ctypes.c_ubyte * size).from_address(address)
+    # At exit a thread may still be reading there.
+    weakref.finalize(memory, _libc.munmap, address, size).atexit = False
+    return memory

@@ -59,9 +59,10 @@ class TensorMeta(_Record, frozen=True):
 
 
 class InPeer(_Record, frozen=True):
-    """A buffer that stays in the sender's memory until the receiver copies it from there (the same-host lane)."""
+    """A buffer in memory that the sender shares with its neighbours (the same-host lane)."""
 
-    address: Size
+    slab: Size
+    fd: Size  # the sender's descriptor of the slab
     size: Size
 
 
@@ -75,7 +76,7 @@ class RRefFork(_Record, frozen=True):
     type_name: str = ""
 
 
-#: A buffer inside the header, the length of one that follows it, or one that waits in the sender's memory.
+#: A buffer inside the header, the length of one that follows it, or one in memory that both see.
 Buffer = bytearray | Size | InPeer
 
 
@@ -139,9 +140,10 @@ class Failure(_Record, frozen=True, tag=5):
 
 
 class Taken(_Record, frozen=True, tag=6):
-    """The receiver has copied the buffers of that message out of the sender's memory."""
+    """The receiver needs a slab of the sender no more; or keeps it for good, so that the sender must forget it."""
 
-    token: int
+    slab: int
+    kept: bool = False
 
 
 # --- the connection -------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from telegrad.errors import SerializationError, UsageError
@@ -55,17 +56,28 @@ def in_table(tensor: Tensor) -> bool:
 # --- packing ------------------------------------------------------------------------------------------------------
 
 
+class Slab(Protocol):
+    """Memory that the receiver sees too, with a copy of a buffer in it."""
+
+    number: int
+    fd: int
+
+
+#: Copies (address, size) into a slab; None for a buffer that had better go another way.
+Lane = Callable[[int, int], Slab | None]
+
+
 class Packed:
     """The buffers of one message on their way out."""
 
-    __slots__ = ("_budget", "buffers", "keep", "stays", "stream")
+    __slots__ = ("_budget", "_lane", "buffers", "slabs", "stream")
 
-    def __init__(self) -> None:
+    def __init__(self, lane: Lane | None = None) -> None:
         self.buffers: list[bytes | int | InPeer] = []
         self.stream: list[memoryview] = []  # follow the header
-        self.keep: list[object] = []  # memory that must live until the receiver has it
-        self.stays = 0  # how many bytes the receiver will read from us
+        self.slabs: list[Slab] = []
         self._budget = INLINE_BUDGET
+        self._lane = lane
 
     def inlines(self, size: int) -> bool:
         """Whether a buffer of that size rides inside the header; if so, it is counted."""
@@ -74,45 +86,38 @@ class Packed:
         self._budget -= size
         return True
 
-    def add(self, memory: memoryview | bytes, keep: object, lane_limit: int | None) -> int:
+    def add(self, memory: memoryview | bytes) -> int:
         """Adds one buffer by the cheapest way that is open; returns its index."""
-        if self.inlines(len(memory)):
-            self.buffers.append(bytes(memory))
-        elif lane_limit is not None and len(memory) >= lane_limit:
-            self.buffers.append(InPeer(np.frombuffer(memory, np.uint8).ctypes.data, len(memory)))
-            self.keep.append(keep)
-            self.stays += len(memory)
-        else:
-            self.buffers.append(len(memory))
-            self.stream.append(memoryview(memory))
-            self.keep.append(keep)
-        return len(self.buffers) - 1
+        return self.add_array(np.frombuffer(memory, np.uint8))
 
-    def add_storage(self, tensor: Tensor, start: int, size: int, lane_limit: int | None) -> int:
-        """Adds the bytes [start, start + size) of a tensor's storage."""
-        if lane_limit is None or size < lane_limit:
-            return self.add(_memory(tensor, start, size), tensor, lane_limit)
-        self.buffers.append(InPeer(tensor.untyped_storage().data_ptr() + start, size))
-        self.keep.append(tensor)
-        self.stays += size
+    def add_array(self, array: NDArray[Any]) -> int:
+        """Adds the memory of a contiguous array."""
+        size = array.nbytes
+        if self.inlines(size):
+            self.buffers.append(array.tobytes())
+        elif self._lane is not None and (slab := self._lane(array.__array_interface__["data"][0], size)) is not None:
+            self.slabs.append(slab)
+            self.buffers.append(InPeer(slab.number, slab.fd, size))
+        else:
+            self.buffers.append(size)
+            flat: Any = array.reshape(-1).view(np.uint8)
+            self.stream.append(memoryview(flat))
         return len(self.buffers) - 1
 
 
 DeviceMap = Callable[[torch.device], str | None]
 
 
-def pack(
-    tensors: Sequence[Tensor], packed: Packed, lane_limit: int | None, device_for: DeviceMap
-) -> tuple[TensorMeta, ...]:
+def pack(tensors: Sequence[Tensor], packed: Packed, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
     """Describes the tensors and puts their memory into ``packed``."""
     if len(tensors) == 1 or all_apart(tensors):
-        return tuple([_pack_one(tensor, packed, lane_limit, device_for) for tensor in tensors])
+        return tuple([_pack_one(tensor, packed, device_for) for tensor in tensors])
     shared = overlaps(tensors)
     return tuple(
         [
-            _pack_shared(tensor, shared[id(tensor)], packed, lane_limit)
+            _pack_shared(tensor, shared[id(tensor)], packed)
             if id(tensor) in shared
-            else _pack_one(tensor, packed, lane_limit, device_for)
+            else _pack_one(tensor, packed, device_for)
             for tensor in tensors
         ]
     )
@@ -123,7 +128,7 @@ def _flags(tensor: Tensor) -> int:
     return flags | _PARAMETER if type(tensor) is not Tensor else flags
 
 
-def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for: DeviceMap) -> TensorMeta:
+def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMeta:
     flags = _flags(tensor)
     # The hot path: numpy() refuses whatever is not plain memory, in one call instead of ten questions, each of which
     # costs 2 us when torch's code is not in the core's caches, as between two calls.
@@ -133,9 +138,8 @@ def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for
         pass
     else:
         code = NUMPY_CODES.get(array.dtype.num)
-        if code is not None and array.flags.c_contiguous and packed.inlines(array.nbytes):
-            packed.buffers.append(array.tobytes())
-            return TensorMeta(code, array.shape, len(packed.buffers) - 1, None, 0, flags)
+        if code is not None and array.flags.c_contiguous:
+            return TensorMeta(code, array.shape, packed.add_array(array), None, 0, flags)
     if not in_table(tensor):
         raise NotInTable
     device = None
@@ -145,7 +149,7 @@ def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for
         device = device_for(tensor.device)
         tensor = tensor.cpu()
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return _pack_composite(tensor, flags, packed, lane_limit, device)
+        return _pack_composite(tensor, flags, packed, device)
     if tensor.is_conj():
         tensor, flags = tensor.conj(), flags | _CONJUGATE
     if tensor.is_neg():
@@ -162,20 +166,17 @@ def _pack_one(tensor: Tensor, packed: Packed, lane_limit: int | None, device_for
         buffer = len(packed.buffers) - 1
     else:
         start = int(tensor.storage_offset()) * tensor.itemsize
-        buffer = packed.add_storage(tensor, start, size, lane_limit)
+        buffer = packed.add_array(_memory(tensor, start, size))
     return TensorMeta(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), buffer, stride, 0, flags, 0, (), (), device)
 
 
-def _memory(tensor: Tensor, start: int, size: int) -> memoryview:
+def _memory(tensor: Tensor, start: int, size: int) -> NDArray[np.uint8]:
     """The bytes [start, start + size) of the tensor's storage, not copied."""
     flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
-    memory: Any = flat.numpy()
-    return memoryview(memory)
+    return flat.numpy()
 
 
-def _pack_composite(
-    tensor: Tensor, flags: int, packed: Packed, lane_limit: int | None, device: str | None
-) -> TensorMeta:
+def _pack_composite(tensor: Tensor, flags: int, packed: Packed, device: str | None) -> TensorMeta:
     """Sparse and quantised tensors: a few plain ones and how to put them together."""
     detached = tensor.detach()
     scalars: tuple[float, ...] = ()
@@ -198,20 +199,19 @@ def _pack_composite(
     else:
         raise SerializationError(f"a tensor of layout {tensor.layout} cannot be sent: call .to_dense() on it first")
     metas = tuple(
-        _pack_one(part if span(part) >= part.numel() else part.contiguous(), packed, lane_limit, lambda _: None)
-        for part in parts
+        _pack_one(part if span(part) >= part.numel() else part.contiguous(), packed, lambda _: None) for part in parts
     )
     return TensorMeta(
         DTYPE_CODES[tensor.dtype], tuple(tensor.shape), -1, None, 0, flags, layout, metas, scalars, device
     )
 
 
-def _pack_shared(tensor: Tensor, region: Region, packed: Packed, lane_limit: int | None) -> TensorMeta:
+def _pack_shared(tensor: Tensor, region: Region, packed: Packed) -> TensorMeta:
     if region.buffer < 0:
         # Elements are addressed in their own size, so the region begins where the widest one is aligned.
         widest = max(member.itemsize for member in region.members)
         region.start -= region.start % widest
-        region.buffer = packed.add_storage(tensor, region.start, region.end - region.start, lane_limit)
+        region.buffer = packed.add_array(_memory(tensor, region.start, region.end - region.start))
     flags = _flags(tensor)
     flags |= _CONJUGATE if tensor.is_conj() else 0
     flags |= _NEGATIVE if tensor.is_neg() else 0

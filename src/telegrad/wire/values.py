@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pickle import PickleBuffer
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from telegrad.errors import SerializationError, TelegradError
 from telegrad.wire.frames import MAX_HEADER
 from telegrad.wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
 from telegrad.wire.pickles import dump, load
-from telegrad.wire.tensors import DeviceMap, NotInTable, Packed, no_device_map
+from telegrad.wire.tensors import DeviceMap, Lane, NotInTable, Packed, Slab, no_device_map
 from telegrad.wire.tensors import pack as pack_tensors
 from telegrad.wire.tensors import unpack as unpack_tensors
 from telegrad.wire.tree import NotPlain, Reference, TreeReader, TreeWriter
@@ -43,20 +42,19 @@ class Parcel:
 
     body: Body = EMPTY_BODY
     stream: Sequence[memoryview] = ()
-    keep: Sequence[object] = ()  # must stay alive until the receiver has it
-    stays: int = 0  # how many bytes stay in our memory, for the receiver to read
+    slabs: Sequence[Slab] = ()  # must stay as they are until the receiver gives them back
 
 
 EMPTY_PARCEL = Parcel()
 
 
-def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_limit: int | None = None) -> Parcel:
+def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: Lane | None = None) -> Parcel:
     """Turns a value into a parcel for one peer.
 
-    ``encode_tree`` tries the tree, so that its failure is known here.  Buffers of ``lane_limit`` bytes and more stay in
-    our memory, for the peer to read from there.
+    ``encode_tree`` tries the tree, so that its failure is known here.  Big buffers go by the lane, if it
+    is open.
     """
-    packed = Packed()
+    packed = Packed(lane)
     pickle_buffers: tuple[int, ...] = ()
     extra: Any = None
     try:
@@ -65,7 +63,7 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_lim
         if len(encode_tree(tree)) > MAX_HEADER // 2:
             raise NotPlain  # the header has no room for it; a pickle goes beside the header
         if writer.tensors:
-            metas, extra = _pack_tensors(writer.tensors, packed, route, lane_limit)
+            metas, extra = _pack_tensors(writer.tensors, packed, route)
         else:
             metas = ()
         pickle_index = -1
@@ -78,15 +76,15 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane_lim
                 "only plain data, tensors and references can go"
             ) from reason
         tree = None
-        packed = Packed()
+        packed = Packed(lane)
         writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
-        pickle_index = packed.add(data, data, None)
-        pickle_buffers = tuple(_add_out_of_band(packed, buffer, lane_limit) for buffer in out_of_band)
-        metas, extra = _pack_tensors(writer.tensors, packed, route, lane_limit)
+        pickle_index = packed.add(data)
+        pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
+        metas, extra = _pack_tensors(writer.tensors, packed, route)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
     rrefs = _share(writer.rrefs, route.to) if writer.rrefs else ()
     body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, rrefs, extra)  # type: ignore[arg-type]
-    return Parcel(body, packed.stream, packed.keep, packed.stays)
+    return Parcel(body, packed.stream, packed.slabs)
 
 
 def _share(references: list[Reference], to: int) -> tuple[RRefFork, ...]:
@@ -102,16 +100,9 @@ def _share(references: list[Reference], to: int) -> tuple[RRefFork, ...]:
     return tuple(forks)
 
 
-def _pack_tensors(
-    tensors: list[Tensor], packed: Packed, route: Route, lane_limit: int | None
-) -> tuple[tuple[TensorMeta, ...], Any]:
-    metas = pack_tensors(tensors, packed, lane_limit, route.device_for)
+def _pack_tensors(tensors: list[Tensor], packed: Packed, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
+    metas = pack_tensors(tensors, packed, route.device_for)
     return metas, route.outgoing(route.to, tensors) if route.outgoing is not None and tensors else None
-
-
-def _add_out_of_band(packed: Packed, buffer: PickleBuffer, lane_limit: int | None) -> int:
-    memory = buffer.raw()
-    return packed.add(memory, memory, lane_limit if len(memory) else None)
 
 
 def unpack(
