@@ -34,7 +34,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.futures  telegrad.agent.spin
     telegrad.agent.pool
     telegrad.agent.link  telegrad.agent.memory
-    telegrad.agent.bodies
+    telegrad.agent.bodies  telegrad.agent.outcomes
     telegrad.agent.agent
     telegrad.agent.barrier  telegrad.agent.execution
     telegrad.rref

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from telegrad.agent.agent import Agent, AgentOptions, Ticket
+from telegrad.agent.agent import Agent, AgentOptions
 from telegrad.agent.barrier import BarrierLeader, go_round, leader_of
 from telegrad.agent.calls import Waiting
 from telegrad.agent.execution import run_call
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.memory import Direct, connect
+from telegrad.agent.outcomes import Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.current import adopt, current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError

@@ -16,10 +16,11 @@ from typing import Any
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
-from telegrad.agent.failures import copy_of, failure_of, rebuild
+from telegrad.agent.failures import failure_of
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
 from telegrad.agent.notes import Inbox, Outbox
+from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool, UserCall, Work
 from telegrad.errors import RpcTimeoutError, TelegradError, UnknownWorkerError, WorkerLostError
@@ -60,23 +61,6 @@ class AgentOptions:
     note_pause: float = 0.5  # before an unacknowledged note is sent again the first time
 
 
-class Ticket:
-    """Where the outcome of one call arrives.  Plain slots and a lock: a ``threading.Event`` costs 3 us more a call."""
-
-    __slots__ = ("future", "gate", "helped", "link", "outcome")
-
-    def __init__(self, link: Link, future: Future | None) -> None:
-        self.link = link
-        self.future = future
-        self.outcome: Frame | TelegradError | None = None
-        self.helped = False  # the thread that waits for the future will complete it
-        self.gate = threading.Lock()
-        self.gate.acquire()
-
-    def settled(self) -> bool:
-        return self.outcome is not None
-
-
 class Agent:
     def __init__(
         self,
@@ -90,6 +74,9 @@ class Agent:
         self.pool = Pool(me.name, options.threads, on_thread_start)
         self.calls: Calls[Ticket] = Calls()
         self.bodies = Bodies(options.allow_pickle, me.lane_word)
+        self.outcomes = Outcomes(
+            self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle
+        )
         self.handlers: dict[type, Handler] = {}
         self.note_handlers: dict[type, Callable[[int, Any], None]] = {}
         self.lost_handlers: list[Callable[[int], None]] = []
@@ -190,7 +177,7 @@ class Agent:
         if waiting.deadline < self._clock.next_tick:
             self._clock.wake_at(waiting.deadline)
         if future is not None:
-            future._help = lambda wait: self._help_future(waiting, wait)
+            future._help = lambda wait: self.outcomes.help_future(waiting, wait)
         link.send(message(waiting.call_id, parcel.body), parcel.stream)
         if peer.link is not link or self.closing:  # it went between our look and our send
             self._fail_calls(peer, link)
@@ -198,111 +185,10 @@ class Agent:
 
     def wait(self, waiting: Waiting[Ticket]) -> Any:
         """The value of a call's answer, or its error, on the thread that called."""
-        try:
-            self._wait(waiting)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
-            self._give_up(waiting)
-            raise
-        return self._result(waiting.ticket)
-
-    def _give_up(self, waiting: Waiting[Ticket]) -> None:
-        """The waiting thread was interrupted: an answer that came, or will come, is discarded."""
-        outcome = waiting.ticket.outcome
-        if self.calls.finish(waiting.call_id) is None and isinstance(outcome, Frame):
-            self.pool.submit((self._discard, waiting.ticket.link, outcome))
-
-    def _wait(self, waiting: Waiting[Ticket]) -> None:
-        ticket = waiting.ticket
-        self._help(waiting)
-        if ticket.outcome is None:
-            self._block(ticket, waiting.deadline)
-            if ticket.outcome is None and self.calls.finish(waiting.call_id) is not None:
-                raise self._timed_out(waiting)
-        if ticket.outcome is None:
-            ticket.gate.acquire()  # somebody is settling it at this moment
-
-    def _help(self, waiting: Waiting[Ticket]) -> None:
-        ticket = waiting.ticket
-        if self.pool.runs_here():
-            with self.pool.blocked():
-                ticket.link.help_read(ticket.settled, waiting.deadline)
-        else:
-            ticket.link.help_read(ticket.settled, waiting.deadline)
-
-    def _help_future(self, waiting: Waiting[Ticket], wait: Callable[[], Any]) -> Any:
-        """As ``_help``, then waits for the future in a way that the pool can see.
-
-        An answer that is read meanwhile completes the future here, with no hop to another thread.
-        """
-        ticket = waiting.ticket
-        ticket.helped = True
-        try:
-            self._help(waiting)
-        finally:
-            ticket.helped = False
-            # Whoever settles it sets the outcome first and looks at ``helped`` then: one of the two sees the other.
-            if ticket.outcome is not None:
-                self._complete(ticket, None)
-        if self.pool.runs_here():
-            with self.pool.blocked():
-                return wait()
-        return wait()
-
-    def _block(self, ticket: Ticket, deadline: float) -> None:
-        timeout = min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
-        if self.pool.runs_here():
-            with self.pool.blocked():
-                ticket.gate.acquire(timeout=timeout)
-        else:
-            ticket.gate.acquire(timeout=timeout)
-
-    def _result(self, ticket: Ticket) -> Any:
-        outcome = ticket.outcome
-        if isinstance(outcome, TelegradError):
-            raise copy_of(outcome)  # the ticket holds the outcome, and a traceback would hold the ticket
-        assert outcome is not None
-        message = outcome.message
-        if type(message) is Reply:
-            body = message.body
-            if body.tree is None and not body.buffers and not body.rrefs:
-                return None
-            return self._open(ticket.link, body, outcome.buffers)
-        assert isinstance(message, Failure)
-        try:
-            details = self._open(ticket.link, message.body, outcome.buffers)
-        except TelegradError:
-            details = None  # its type and text are enough
-        raise rebuild(message, details, self.options.allow_pickle)
+        return self.outcomes.wait(waiting)
 
     def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
         return self.bodies.open(self.peer(link.peer_id), link, body, streamed)[0]
-
-    def _timed_out(self, waiting: Waiting[Ticket]) -> RpcTimeoutError:
-        peer = self.peer(waiting.to)
-        seconds = waiting.deadline - waiting.started
-        return RpcTimeoutError(
-            f"{waiting.what} on worker {peer.name!r} got no answer within {seconds:g} s. It may still run there; "
-            "give the call a longer timeout, or timeout=0 for none."
-        )
-
-    def _complete(self, ticket: Ticket, _: Any) -> None:
-        """Settles a future, on a thread that may run its callbacks."""
-        future = ticket.future
-        if future is None or not ticket.gate.acquire(blocking=False):
-            return  # another thread completes it
-        future._help = None
-        try:
-            value = self._result(ticket)
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(value)
-
-    def _settle(self, ticket: Ticket, outcome: Frame | TelegradError) -> Work | None:
-        """Hands an outcome over; what is left to do when a future with callbacks waits for it."""
-        ticket.outcome = outcome
-        ticket.gate.release()
-        return (self._complete, ticket, None) if ticket.future is not None and not ticket.helped else None
 
     # --- what comes in ------------------------------------------------------------------------------------------
 
@@ -315,8 +201,8 @@ class Agent:
             if kind is Reply or kind is Failure:
                 waiting = self.calls.finish(message.call_id)  # type: ignore[union-attr]
                 if waiting is None:
-                    work.append((self._discard, link, frame))
-                elif (rest := self._settle(waiting.ticket, frame)) is not None:
+                    work.append((self.outcomes.discard, link, frame))
+                elif (rest := self.outcomes.settle(waiting.ticket, frame)) is not None:
                     work.append(rest)
             elif kind is Taken:
                 self.bodies.taken(link, message)  # type: ignore[arg-type]
@@ -342,12 +228,6 @@ class Agent:
             self._take_note(link, message)  # type: ignore[arg-type]
         else:
             self.handlers[kind](link, frame)
-
-    def _discard(self, link: Link, frame: Frame) -> None:
-        """An answer that nobody waits for any more."""
-        message = frame.message
-        assert isinstance(message, Reply | Failure)
-        self.bodies.discard(link, message.body)
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -436,16 +316,16 @@ class Agent:
     def _fail_calls(self, peer: Peer, link: Link | None = None) -> None:
         """Ends the calls that this peer will never answer: all, or those on one link."""
         for waiting in self.calls.lost(peer.id, lambda ticket: link is None or ticket.link is link):
-            work = self._settle(waiting.ticket, self._gone(peer, waiting.what))
+            work = self.outcomes.settle(waiting.ticket, self._gone(peer, waiting.what))
             if work is not None and self.closing:
-                self._complete(waiting.ticket, None)  # the pool runs nothing any more
+                self.outcomes.complete(waiting.ticket, None)  # the pool runs nothing any more
             elif work is not None:
                 self.pool.submit(work)
 
     def _tick(self, now: float) -> float:
         """Deadlines, repeats and heartbeats; returns when it wants to be called again."""
         for waiting in self.calls.expire(now):
-            work = self._settle(waiting.ticket, self._timed_out(waiting))
+            work = self.outcomes.settle(waiting.ticket, self.outcomes.timed_out(waiting))
             if work is not None:
                 self.pool.submit(work)
         with self._lock:
@@ -502,8 +382,10 @@ class Agent:
             self._fail_calls(peer)
         self.pool.close(timeout)
         for act, ticket, _ in self.pool.drain():
-            if act == self._complete:  # its answer came in the last moment, and somebody may wait for the future
-                self._complete(ticket, None)
+            if (
+                act == self.outcomes.complete
+            ):  # it came in the last moment, and somebody may wait for the future
+                self.outcomes.complete(ticket, None)
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r}: {self.calls!r}, {self.pool!r}, {self.peers!r}>"
