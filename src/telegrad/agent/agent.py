@@ -382,9 +382,7 @@ class Agent:
             self._fail_calls(peer)
         self.pool.close(timeout)
         for act, ticket, _ in self.pool.drain():
-            if (
-                act == self.outcomes.complete
-            ):  # it came in the last moment, and somebody may wait for the future
+            if act == self.outcomes.complete:  # it came in the last moment, and somebody may wait for the future
                 self.outcomes.complete(ticket, None)
 
     def __repr__(self) -> str:
