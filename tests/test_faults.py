@@ -104,9 +104,9 @@ def test_a_repeated_note_is_handled_once(trio: Cluster) -> None:
     for worker in trio:
         for kind, handle in list(worker.agent.note_handlers.items()):
 
-            def count(sender: int, payload: Any, me: int = worker.id, handle: Any = handle) -> None:
+            def count(sender: int, payload: Any, value: Any, me: int = worker.id, handle: Any = handle) -> None:
                 handled.append((sender, me, payload))
-                handle(sender, payload)
+                handle(sender, payload, value)
 
             worker.agent.note_handlers[kind] = count
     trio.fault("repeat", *NOTES)

@@ -42,6 +42,13 @@ LAYERS = [line.split() for line in """
     telegrad.rref.ledger
     telegrad.rref.references
     telegrad.rref.rref
+    telegrad.autograd.diffusion  telegrad.autograd.functions
+    telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
+    telegrad.autograd.attach  telegrad.autograd.leaves  telegrad.autograd.local_pass
+    telegrad.autograd.passes
+    telegrad.autograd.engine
+    telegrad.autograd.api
+    telegrad.autograd
     telegrad.worker
     telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.rendezvous  telegrad.rpc.stores
     telegrad.rpc.network

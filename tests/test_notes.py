@@ -35,14 +35,14 @@ class Network:
     def deliver(self, note: Note) -> None:
         if self.inbox.accept(SENDER, note):
             self.accepted[note.payload.fork_id[1]] += 1
-        self.acks.append(note.seq)
+        self.acks += self.inbox.acks_for(SENDER)
 
     def acknowledge(self, seq: int) -> None:
-        self.outbox.acknowledged(RECEIVER, seq)
+        self.outbox.acknowledged(RECEIVER, (seq,))
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        for to, note in self.outbox.due(self.now):
+        for to, note, _ in self.outbox.due(self.now):
             assert to == RECEIVER
             self.notes.append(note)
 
@@ -153,7 +153,7 @@ def test_senders_and_receivers_are_counted_apart() -> None:
     assert inbox.accept(1, first)
     assert inbox.accept(2, first)
     assert not inbox.accept(1, first)
-    outbox.acknowledged(1, 0)
+    outbox.acknowledged(1, (0,))
     assert len(outbox) == 1
 
 
@@ -166,4 +166,4 @@ def test_a_lost_worker_is_forgotten() -> None:
     assert len(outbox) == 0
     assert outbox.due(1e9) == []
     assert not inbox._seen
-    outbox.acknowledged(RECEIVER, 0)  # late, and harmless
+    outbox.acknowledged(RECEIVER, (0,))  # late, and harmless

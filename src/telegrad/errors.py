@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "AuthenticationError",
+    "MissingGradientError",
     "NotInitializedError",
     "ProtocolError",
     "RemoteError",
@@ -47,6 +48,10 @@ class RpcTimeoutError(TelegradError, TimeoutError):
 
 class WorkerLostError(TelegradError, ConnectionError):
     """A worker died, or the way to it was cut, before it answered."""
+
+
+class MissingGradientError(TelegradError):
+    """A FAST backward found sends that nobody sent a gradient for: a result that is not used, say."""
 
 
 class RendezvousError(TelegradError):

@@ -18,6 +18,7 @@ from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.memory import Direct, connect
 from telegrad.agent.outcomes import Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
+from telegrad.autograd.engine import Engine
 from telegrad.current import adopt, current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
@@ -54,6 +55,7 @@ class Worker:
         self.agent.handlers[Call] = lambda link, frame: run_call(self.agent, link, frame)
         self.references = References(self.agent, receive_handle)
         self.references.worker = self
+        self.autograd = Engine(self.agent)
         self._leader = BarrierLeader(self.agent)
         self._on_close: list[Callable[[], None]] = []
         self.on_fork: list[Callable[[], None]] = []  # what to do in a forked child
@@ -70,7 +72,9 @@ class Worker:
         return self.agent.me.worker_id
 
     def add_peer(self, record: WorkerRecord) -> Peer:
-        return self.agent.add_peer(record, self._make_route(record))
+        route = self._make_route(record)
+        route.outgoing = self.autograd.attach.outgoing
+        return self.agent.add_peer(record, route)
 
     def _dial_peer(self, agent: Agent, peer: Peer) -> Link:
         if peer.id == self.id:
@@ -235,7 +239,7 @@ class Worker:
         peer = self.agent.peer(owner)
         return self.agent.wait(
             self.agent.start_call(
-                peer, f"to_here of {what}", self.seconds(timeout), lambda call_id, _: Fetch(call_id, rref_id)
+                peer, f"to_here of {what}", self.seconds(timeout), lambda call_id, body: Fetch(call_id, rref_id, body)
             )
         )
 

@@ -47,9 +47,11 @@ from telegrad.wire.messages import (
 log = logging.getLogger("telegrad.agent")
 
 _TRIM_SECONDS = 30.0
+_ACK_SECONDS = 0.1  # how long an acknowledgement waits for a note that it can ride on; well below ``note_pause``
 _GOODBYE_SECONDS = 2.0
 
 Handler = Callable[[Link, Frame], None]
+NoteHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the payload, what opens the body's value
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Agent:
             self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle
         )
         self.handlers: dict[type, Handler] = {}
-        self.note_handlers: dict[type, Callable[[int, Any], None]] = {}
+        self.note_handlers: dict[type, NoteHandler] = {}
         self.lost_handlers: list[Callable[[int], None]] = []
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
         self.closing = False
@@ -171,11 +173,10 @@ class Agent:
     ) -> Waiting[Ticket]:
         """Sends a request.  ``message`` makes it from its id and body."""
         link = self.link_to(peer)
-        parcel = self.bodies.pack(peer, link, value) if value is not None else values.EMPTY_PARCEL
+        parcel = self.bodies.pack(peer, link, value)
         waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, Ticket(link, future))
         self.started_calls += 1
-        if waiting.deadline < self._clock.next_tick:
-            self._clock.wake_at(waiting.deadline)
+        self._clock.wake_before(waiting.deadline)
         if future is not None:
             future._help = lambda wait: self.outcomes.help_future(waiting, wait)
         link.send(message(waiting.call_id, parcel.body), parcel.stream)
@@ -208,7 +209,7 @@ class Agent:
                 self.bodies.taken(link, message)  # type: ignore[arg-type]
             elif kind is NoteAck:
                 with self._lock:
-                    self._outbox.acknowledged(link.peer_id, message.seq)  # type: ignore[union-attr]
+                    self._outbox.acknowledged(link.peer_id, message.seqs)  # type: ignore[union-attr]
             elif kind is LaneOpen:
                 link.lane_open = True
             elif kind is Goodbye:
@@ -225,7 +226,7 @@ class Agent:
         if kind is Ping:
             link.send(Pong())
         elif kind is Note:
-            self._take_note(link, message)  # type: ignore[arg-type]
+            self._take_note(link, message, frame.buffers)  # type: ignore[arg-type]
         else:
             self.handlers[kind](link, frame)
 
@@ -250,27 +251,45 @@ class Agent:
 
     # --- notes --------------------------------------------------------------------------------------------------
 
-    def post(self, to: int, payload: NotePayload) -> None:
-        """Sends an internal message that takes effect exactly once, or never when the receiver is gone."""
+    def post(self, to: int, payload: NotePayload, value: Any = None) -> bool:
+        """Sends an internal message that takes effect exactly once.  False: the receiver is gone."""
         peer = self.peer(to)
-        if peer.state is not PeerState.KNOWN:
-            return
-        with self._lock:
-            note = self._outbox.post(to, payload, time.monotonic())
-        self._send_note(peer, note)
-
-    def _send_note(self, peer: Peer, note: Note) -> None:
         try:
-            self.link_to(peer).send(note)
+            parcel = self.bodies.pack(peer, self.link_to(peer), value) if value is not None else values.EMPTY_PARCEL
+        except WorkerLostError:
+            return False
+        with self._lock:
+            if peer.state is not PeerState.KNOWN:
+                return False
+            note = self._outbox.post(to, payload, time.monotonic(), parcel, self._inbox.acks_for(to))
+        self._send_note(peer, (note, parcel))
+        return True
+
+    def _send_note(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
+        note, parcel = what
+        try:
+            self.link_to(peer).send(note, parcel.stream)
         except TelegradError as error:
             log.debug("note to %r not sent: %s", peer.name, error)  # it is repeated, or the peer is lost
 
-    def _take_note(self, link: Link, note: Note) -> None:
+    def _take_note(self, link: Link, note: Note, streamed: list[Any]) -> None:
         with self._lock:
             first = self._inbox.accept(link.peer_id, note)
+            self._outbox.acknowledged(link.peer_id, note.acks)
+        if note.body.buffers:
+            self._acknowledge(link, None)  # its sender holds much memory until then
+        else:
+            self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
         if first:
-            self.note_handlers[type(note.payload)](link.peer_id, note.payload)
-        link.send(NoteAck(note.seq))
+            self.note_handlers[type(note.payload)](
+                link.peer_id, note.payload, lambda: self._open(link, note.body, streamed)
+            )
+
+    def _acknowledge(self, link: Link, _: Any) -> None:
+        with self._lock:
+            seqs = self._inbox.acks_for(link.peer_id)
+        if seqs:
+            link.send(NoteAck(seqs))
 
     @property
     def unacknowledged(self) -> int:
@@ -330,8 +349,12 @@ class Agent:
                 self.pool.submit(work)
         with self._lock:
             again = self._outbox.due(now)
-        for to, note in again:
-            self.pool.submit((self._send_note, self.peer(to), note))
+            owing = self._inbox.owing()
+        for to, note, parcel in again:
+            self.pool.submit((self._send_note, self.peer(to), (note, parcel)))
+        for worker in owing:
+            for link in self.peer(worker).links[:1]:
+                self.pool.submit((self._acknowledge, link, None))
         self.bodies.give_back()
         for peer in self.peers:
             for link in peer.links if peer.id != self.me.worker_id else ():

@@ -48,6 +48,9 @@ class Bodies:
         """The link holds the parcel's slabs until the peer gives them back, or the link breaks."""
         if self._borrowed:
             self.give_back()
+        if value is None:
+            extra = peer.route.outgoing(peer.id, []) if peer.route.outgoing is not None else None
+            return values.EMPTY_PARCEL if extra is None else values.Parcel(Body(extra=extra))
         parcel = values.pack(value, peer.route, codec.encode, self._shelve if link.lane_open else None)
         for slab in parcel.slabs:
             link.held[slab.number] = slab

@@ -24,9 +24,10 @@ class Clock:
     def start(self) -> None:
         self._thread.start()
 
-    def wake_at(self, when: float) -> None:
-        self.next_tick = when
-        self._changed.set()
+    def wake_before(self, when: float) -> None:
+        if when < self.next_tick:
+            self.next_tick = when
+            self._changed.set()
 
     def close(self) -> None:
         self._closed = True

@@ -72,9 +72,10 @@ def execute(
     try:
         function: Any = message.function
         args: tuple[Any, ...] = (None,)
-        if message.body.tree is not None or message.body.pickle >= 0:
-            peer = agent.peer(link.peer_id)
-            args, scope = agent.bodies.open(peer, link, message.body, frame.buffers)
+        body = message.body
+        if body.tree is not None or body.pickle >= 0 or body.extra is not None:
+            value, scope = agent.bodies.open(agent.peer(link.peer_id), link, body, frame.buffers)
+            args = value or args
             if not function:
                 function, *args = args  # type: ignore[assignment]
         if type(function) is str:

@@ -1,8 +1,9 @@
 """Internal messages that take effect exactly once, whatever the network loses, repeats or reorders.
 
 The sender numbers its notes per receiver and repeats each with growing pauses until it is acknowledged; the receiver
-acknowledges every copy and lets the first one through.  ``floor``, the lowest number still unacknowledged, rides
-along, so that the receiver can forget what lies below it.  No thread, socket or clock in here.
+acknowledges every copy and lets the first one through.  Acknowledgements ride on a note in the other direction where
+one goes soon.  ``floor``, the lowest number still unacknowledged, rides along too, so that the receiver can forget what
+lies below it.  No thread, socket or clock in here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from telegrad.wire.messages import Note, NotePayload
+from telegrad.wire.values import EMPTY_PARCEL, Parcel
 
 _LONGEST_PAUSE = 5.0
 
@@ -17,6 +19,7 @@ _LONGEST_PAUSE = 5.0
 @dataclass(slots=True)
 class _Unacknowledged:
     payload: NotePayload
+    parcel: Parcel
     pause: float
     due: float
 
@@ -26,8 +29,9 @@ class _Outgoing:
     next_seq: int = 0
     waiting: dict[int, _Unacknowledged] = field(default_factory=dict)
 
-    def note(self, seq: int, payload: NotePayload) -> Note:
-        return Note(seq, min(self.waiting, default=seq), payload)
+    def note(self, seq: int, acks: tuple[int, ...] = ()) -> Note:
+        entry = self.waiting[seq]
+        return Note(seq, next(iter(self.waiting)), entry.payload, acks, entry.parcel.body)
 
 
 class Outbox:
@@ -37,18 +41,21 @@ class Outbox:
         self._first_pause = first_pause
         self._to: dict[int, _Outgoing] = {}
 
-    def post(self, to: int, payload: NotePayload, now: float) -> Note:
+    def post(
+        self, to: int, payload: NotePayload, now: float, parcel: Parcel = EMPTY_PARCEL, acks: tuple[int, ...] = ()
+    ) -> Note:
         outgoing = self._to.setdefault(to, _Outgoing())
         seq = outgoing.next_seq
         outgoing.next_seq += 1
-        outgoing.waiting[seq] = _Unacknowledged(payload, self._first_pause, now + self._first_pause)
-        return outgoing.note(seq, payload)
+        outgoing.waiting[seq] = _Unacknowledged(payload, parcel, self._first_pause, now + self._first_pause)
+        return outgoing.note(seq, acks)
 
-    def acknowledged(self, by: int, seq: int) -> None:
+    def acknowledged(self, by: int, seqs: tuple[int, ...]) -> None:
         if by in self._to:
-            self._to[by].waiting.pop(seq, None)
+            for seq in seqs:
+                self._to[by].waiting.pop(seq, None)
 
-    def due(self, now: float) -> list[tuple[int, Note]]:
+    def due(self, now: float) -> list[tuple[int, Note, Parcel]]:
         """The notes to send again."""
         again = []
         for to, outgoing in self._to.items():
@@ -56,7 +63,7 @@ class Outbox:
                 if entry.due <= now:
                     entry.pause = min(entry.pause * 2, _LONGEST_PAUSE)
                     entry.due = now + entry.pause
-                    again.append((to, outgoing.note(seq, entry.payload)))
+                    again.append((to, outgoing.note(seq), entry.parcel))
         return again
 
     def lost(self, worker: int) -> None:
@@ -67,13 +74,15 @@ class Outbox:
 
 
 class Inbox:
-    """Lets each note through once."""
+    """Lets each note through once, and remembers what is to be acknowledged."""
 
     def __init__(self) -> None:
+        self._acks: dict[int, list[int]] = {}
         self._floor: dict[int, int] = {}
         self._seen: dict[int, set[int]] = {}
 
     def accept(self, sender: int, note: Note) -> bool:
+        self._acks.setdefault(sender, []).append(note.seq)
         floor = max(self._floor.get(sender, 0), note.floor)
         seen = self._seen.setdefault(sender, set())
         if floor != self._floor.get(sender, 0):
@@ -84,6 +93,15 @@ class Inbox:
         seen.add(note.seq)
         return True
 
+    def acks_for(self, worker: int) -> tuple[int, ...]:
+        """What that worker should be told has come; from now on it counts as told."""
+        return tuple(self._acks.pop(worker, ()))
+
+    def owing(self) -> list[int]:
+        """The workers that are to be told something."""
+        return list(self._acks)
+
     def lost(self, worker: int) -> None:
+        self._acks.pop(worker, None)
         self._floor.pop(worker, None)
         self._seen.pop(worker, None)

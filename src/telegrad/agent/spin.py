@@ -40,8 +40,10 @@ def step_aside() -> None:
     others = allowed - {_getcpu()}
     if others:
         with contextlib.suppress(OSError):  # what it may use has changed at this moment
-            os.sched_setaffinity(0, others)
-            os.sched_setaffinity(0, allowed)
+            try:
+                os.sched_setaffinity(0, others)
+            finally:  # a Ctrl-C between the two must not leave it bound
+                os.sched_setaffinity(0, allowed)
 
 
 class Spin:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -196,7 +197,10 @@ class References:
     def _answer_fetch(self, link: Link, frame: Frame) -> None:
         message = frame.message
         assert isinstance(message, Fetch)
+        scope = None
         try:
+            if message.body.extra is not None:
+                scope = self.agent.bodies.open(self.agent.peer(link.peer_id), link, message.body, [])[1]
             value = self.owned(GlobalId(*message.rref_id))
         except TelegradError as error:
             self.agent.answer_failure(link, message.call_id, error)
@@ -206,7 +210,8 @@ class References:
             if value.error is not None:
                 self.agent.answer_failure(link, message.call_id, value.error)
             else:
-                self.agent.answer(link, message.call_id, value.get())
+                with scope or nullcontext():
+                    self.agent.answer(link, message.call_id, value.get())
 
         value.when_done(answer)
 
@@ -231,7 +236,7 @@ class References:
                         if self.ledger.is_held(fork_id):
                             self.broken.setdefault(fork_id, None)
 
-    def _take_note(self, sender: int, payload: Any) -> None:
+    def _take_note(self, sender: int, payload: Any, _: Callable[[], Any]) -> None:
         self._obey(lambda: self.ledger.on_note(WorkerId(sender), payload))
 
     def _worker_lost(self, worker: int) -> None:

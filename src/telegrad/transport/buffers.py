@@ -154,5 +154,5 @@ def _new_slab(size: int) -> mmap.mmap:
 
 def size_class(size: int) -> int:
     """The next of eight steps per power of two: at most an eighth is wasted, and a class is met again soon."""
-    step = max(1 << (size.bit_length() - 4), 4096)
+    step = max((1 << size.bit_length()) >> 4, 4096)
     return -(-size // step) * step

@@ -130,12 +130,13 @@ class Window:
     def view(self, number: int, fd: int, size: int) -> Memory:
         """The first bytes of a slab.  Raises OSError if the peer has no such slab, or is gone."""
         with self._lock:
-            memory = self._mapped.pop(number, None)
+            memory = self._mapped.get(number)
             if memory is None:
                 memory = self._map(number, fd, size)
                 self._bytes += len(memory)
             elif len(memory) < size:
                 raise OSError(f"slab {number} has {len(memory):,} bytes, not {size:,}")
+            self._mapped.pop(number, None)
             self._mapped[number] = memory
             while self._bytes > _KEEP_BYTES:
                 self._forget(next(iter(self._mapped)))
@@ -170,16 +171,43 @@ class Window:
 
 def _copy(target: int, source: int, size: int) -> None:
     """Big copies are shared between two threads, where there are two cores."""
-    if size < _SPLIT_FROM or (os.cpu_count() or 1) < 2:
+    if size < _SPLIT_FROM or (os.cpu_count() or 1) < 2 or not _copy_by_two(target, source, size):
         ctypes.memmove(target, source, size)
-        return
+
+
+def _copy_by_two(target: int, source: int, size: int) -> bool:
+    """False, with nothing copied, if the system has no more threads."""
     half = size // 2
-    thread = threading.Thread(
-        target=ctypes.memmove, args=(target + half, source + half, size - half), name="telegrad-lane", daemon=True
-    )
-    thread.start()
-    ctypes.memmove(target, source, half)
-    thread.join()
+    done = threading.Event()
+
+    def copy_rest() -> None:
+        ctypes.memmove(target + half, source + half, size - half)
+        done.set()
+
+    try:
+        threading.Thread(target=copy_rest, name="telegrad-lane", daemon=True).start()
+    except RuntimeError:
+        return False
+    try:
+        ctypes.memmove(target, source, half)
+    finally:
+        _wait_for(done)
+    return True
+
+
+def _wait_for(done: threading.Event) -> None:
+    """A Ctrl-C has to wait too: it would have the memory unmapped into which the other thread still writes.
+
+    (Not by ``Thread.join``, which takes a thread for dead after it was interrupted once.)
+    """
+    interrupt: BaseException | None = None
+    while not done.is_set():
+        try:
+            done.wait()
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
 
 
 def _name(word: bytes, number: int) -> str:

@@ -20,7 +20,7 @@ Goodbye         anyone             nothing             yes
 LaneOpen        anyone             nothing             yes
 =============== ================== =================== ==========================================================
 
-The payloads of a Note are the RRef fork protocol (see ``rref.ledger``).
+The payloads of a Note are the RRef fork protocol (see ``rref.ledger``) and all of autograd (``autograd.engine``).
 """
 
 from __future__ import annotations
@@ -117,10 +117,11 @@ class RemoteCall(_Record, frozen=True, tag=2):
 
 
 class Fetch(_Record, frozen=True, tag=3):
-    """Send the value of a reference, once there is one."""
+    """Send the value of a reference, once there is one.  The body is empty but for its ``extra``."""
 
     call_id: int
     rref_id: GlobalId
+    body: Body = EMPTY_BODY
 
 
 class Reply(_Record, frozen=True, tag=4):
@@ -208,7 +209,112 @@ class UserDelete(_Record, frozen=True, tag=24):
     fork_id: GlobalId
 
 
-NotePayload = ForkRequest | ForkAccepted | ForkRefused | ChildConfirmed | UserDelete
+class DropContext(_Record, frozen=True, tag=40):
+    """The context has ended: forget it, and tell those whom you told of it."""
+
+    context_id: int
+
+
+class PassHead(_Record, frozen=True):
+    """What a worker must know of a backward pass in order to take part.  ``floor``: the lowest number of a pass of
+    that root that still runs."""
+
+    pass_id: GlobalId  # made by the root, the worker on which backward was called
+    context_id: int
+    retain_graph: bool
+    create_graph: bool
+    fast: bool
+    floor: int
+
+
+class Gradient(_Record, frozen=True, tag=41):
+    """What a recv got, for the send at its other end; the gradients are in the note's body.
+
+    ``counted``: the sender waits for a Finished.  It does not when the receiver waits for the sender's anyway.
+    """
+
+    head: PassHead
+    message_id: int
+    parts: tuple[Size, ...]  # which of the send's tensors these are
+    counted: bool
+
+
+class Report(_Record, frozen=True):
+    """What a worker still waits for; the highest version counts."""
+
+    worker: int
+    version: int
+    missing: tuple[str, ...]
+
+
+class Finished(_Record, frozen=True, tag=42):
+    """All the work that a Gradient caused is done, but for ``owed`` gradients that went back to its sender."""
+
+    pass_id: GlobalId
+    owed: int
+    reports: tuple[Report, ...]
+
+
+class Discover(_Record, frozen=True, tag=43):
+    """These sends, and these of their tensors, will get a gradient in this pass."""
+
+    head: PassHead
+    sends: tuple[tuple[int, tuple[Size, ...]], ...]
+
+
+class Explored(_Record, frozen=True, tag=44):
+    """All that a Discover led to is explored.  ``curious``: the workers that want to know when the wave has ended."""
+
+    pass_id: GlobalId
+    curious: tuple[int, ...]
+
+
+class PlanWanted(_Record, frozen=True, tag=45):
+    """Asks the root to find out which sends are live."""
+
+    pass_id: GlobalId
+
+
+class PlanKnown(_Record, frozen=True, tag=46):
+    """The wave has ended: whoever was not told that a send of its is live, knows that it is not."""
+
+    pass_id: GlobalId
+
+
+class PassFailed(_Record, frozen=True, tag=47):
+    """Tells the root why a pass cannot end well; the details of the exception are in the note's body."""
+
+    pass_id: GlobalId
+    worker: str
+    type_name: str
+    text: str
+    traceback: str
+
+
+class EndPass(_Record, frozen=True, tag=48):
+    """The pass has failed: drop what is left of it, and tell those whom you drew into it."""
+
+    pass_id: GlobalId
+    context_id: int
+    reason: str
+
+
+NotePayload = (
+    ForkRequest
+    | ForkAccepted
+    | ForkRefused
+    | ChildConfirmed
+    | UserDelete
+    | DropContext
+    | Gradient
+    | Finished
+    | Discover
+    | Explored
+    | PlanWanted
+    | PlanKnown
+    | PassFailed
+    | EndPass
+)
 
 
 class Note(_Record, frozen=True, tag=30):
@@ -217,10 +323,12 @@ class Note(_Record, frozen=True, tag=30):
     seq: int
     floor: int
     payload: NotePayload
+    acks: tuple[int, ...] = ()  # notes of the receiver that have come to the sender
+    body: Body = EMPTY_BODY
 
 
 class NoteAck(_Record, frozen=True, tag=31):
-    seq: int
+    seqs: tuple[int, ...]
 
 
 Message = (

@@ -32,7 +32,7 @@ class Route:
     allow_cloudpickle: bool = True
     same_main: bool = True  # the peer runs the same main program, so names in it mean the same there
     device_for: DeviceMap = no_device_map
-    # The outgoing interceptor: sees the tensors, returns what its twin should know.
+    # The outgoing interceptor: sees the tensors of a body, returns what its twin should know.
     outgoing: Callable[[int, list[Tensor]], Any] | None = None
 
 
@@ -62,10 +62,7 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: La
         tree = writer.write(value)
         if len(encode_tree(tree)) > MAX_HEADER // 2:
             raise NotPlain  # the header has no room for it; a pickle goes beside the header
-        if writer.tensors:
-            metas, extra = _pack_tensors(writer.tensors, packed, route)
-        else:
-            metas = ()
+        metas, extra = _pack_tensors(writer.tensors, packed, route)
         pickle_index = -1
     except (NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
@@ -101,8 +98,8 @@ def _share(references: list[Reference], to: int) -> tuple[RRefFork, ...]:
 
 
 def _pack_tensors(tensors: list[Tensor], packed: Packed, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
-    metas = pack_tensors(tensors, packed, route.device_for)
-    return metas, route.outgoing(route.to, tensors) if route.outgoing is not None and tensors else None
+    metas = pack_tensors(tensors, packed, route.device_for) if tensors else ()
+    return metas, route.outgoing(route.to, tensors) if route.outgoing is not None else None
 
 
 def unpack(

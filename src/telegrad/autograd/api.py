@@ -1,0 +1,115 @@
+"""The public functions; they look the current worker up and delegate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from telegrad.autograd.context import Scope, entered
+from telegrad.autograd.engine import Engine
+from telegrad.current import current_worker
+from telegrad.errors import UsageError
+from telegrad.rref.rref import UNSET_TIMEOUT, RRef
+
+Root = Tensor | RRef[Any]
+
+
+def _engine() -> Engine:
+    return current_worker().autograd
+
+
+def context() -> AbstractContextManager[int]:
+    """``with context() as context_id:`` what crosses between workers inside is recorded for ``backward``."""
+    engine = _engine()
+    return entered(engine.registry, engine.leave)
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[Root],
+    retain_graph: bool = False,
+    *,
+    grad_tensors: Sequence[Tensor | None] | None = None,
+    mode: Literal["smart", "fast"] = "smart",
+    create_graph: bool = False,
+    timeout: float = UNSET_TIMEOUT,
+) -> None:
+    """Computes the gradients of the roots on every worker, into the context (see :func:`get_gradients`).
+
+    A root is a tensor or an RRef to one.  ``mode="smart"`` finds out which sends get a gradient where it matters;
+    ``"fast"`` assumes that all of them do, and fails if one does not.  The timeout is by default that of a call.
+    """
+    worker = current_worker()
+    engine = worker.autograd
+    known = engine.registry.get(context_id, lambda to: repr(worker.agent.peer(to).name))
+    if mode not in ("smart", "fast"):
+        raise UsageError(f"mode is 'smart' or 'fast', not {mode!r}")
+    if isinstance(roots, (Tensor, RRef)) or not isinstance(roots, Sequence):
+        raise UsageError(f"backward takes a list of roots, not {type(roots).__name__}: backward(context_id, [loss])")
+    if not roots:
+        raise UsageError("backward was given no roots: backward(context_id, [loss])")
+    with Scope(known):
+        tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
+    gradients = _root_gradients(tensors, grad_tensors)
+    engine.backward(
+        known,
+        [_root_edge(tensor, index) for index, tensor in enumerate(tensors)],
+        gradients,
+        retain_graph or create_graph,
+        create_graph,
+        mode == "fast",
+        worker.seconds(timeout),
+    )
+
+
+def _root_edge(root: Any, index: int) -> GradientEdge:
+    if not isinstance(root, Tensor):
+        raise UsageError(f"root {index} is a {type(root).__name__}, not a tensor or an RRef to one")
+    if not root.requires_grad:
+        raise UsageError(
+            f"root {index} needs no gradient: nothing that requires one was used to compute it"
+            + (", or it was computed inside no_grad" if root.is_leaf else "")
+        )
+    return get_gradient_edge(root)
+
+
+def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None) -> list[Tensor]:
+    if given is not None and len(given) != len(roots):
+        raise UsageError(f"{len(roots)} roots, but {len(given)} grad_tensors")
+    gradients = []
+    for index, root in enumerate(roots):
+        gradient = given[index] if given is not None else None
+        if gradient is None:
+            if isinstance(root, Tensor) and root.numel() != 1:
+                raise UsageError(
+                    f"root {index} has shape {list(root.shape)}: backward needs a scalar, or grad_tensors of its shape"
+                )
+            gradient = torch.ones_like(root, memory_format=torch.preserve_format) if isinstance(root, Tensor) else root
+        elif not isinstance(gradient, Tensor) or gradient.shape != root.shape:
+            shape = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
+            raise UsageError(f"root {index} has shape {list(root.shape)}, but its grad_tensor {shape}")
+        gradients.append(gradient)
+    return gradients
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients that this worker's leaves got in that context."""
+    worker = current_worker()
+    return worker.autograd.registry.get(context_id, lambda to: repr(worker.agent.peer(to).name)).gradients()
+
+
+def debug_info() -> dict[str, Any]:
+    """The contexts and passes that this worker knows, for people to read."""
+    engine = _engine()
+    contexts = list(engine.registry)
+    return {
+        "contexts": [repr(each) for each in contexts],
+        "passes": [repr(each) for each in engine.passes()],
+        "sends": sum(len(each.sends) for each in contexts),
+        "recvs": sum(each.recvs for each in contexts),
+    }

@@ -1,0 +1,64 @@
+"""The two points at which autograd touches a message: one that goes out, and one that comes in.
+
+What travels is ``[context id, message id, which tensors of the body]``.  A request carries its context always, for
+what the callee computes with its own parameters may need a gradient; a message without such tensors has the id 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad.autograd.context import Registry, Scope, Send, current_context, needing_gradient
+from telegrad.autograd.functions import Recv, receive, send_node
+from telegrad.errors import ProtocolError
+
+NO_MESSAGE = 0
+
+
+class Attach:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        # In the order of sending, which a pass relies on: see ``local_pass``.
+        self._message_ids = itertools.count(1)
+
+    def outgoing(self, to: int, tensors: list[Tensor]) -> Any:
+        context = current_context()
+        if context is None or context.ended or not torch.is_grad_enabled():
+            return None
+        context.workers.add(to)
+        indices = needing_gradient(tensors)
+        if not indices:
+            return [context.id, NO_MESSAGE, []]
+        message_id = next(self._message_ids)
+        parts = tuple([send_node(message_id, part, tensors[index]) for part, index in enumerate(indices)])
+        context.sends[message_id] = Send(message_id, to, parts)
+        return [context.id, message_id, indices]
+
+    def incoming(self, sender: int, extra: Any, tensors: list[Tensor]) -> Scope | None:
+        """Replaces the tensors that need a gradient by such with a history."""
+        try:
+            context_id, message_id, indices = extra
+            context = self._registry.join(context_id, sender)
+            if context is None:
+                return None  # it has ended meanwhile
+            if message_id != NO_MESSAGE:
+                received = self._receive(Recv(context_id, sender, message_id), [tensors[index] for index in indices])
+                for index, tensor in zip(indices, received, strict=True):
+                    tensors[index] = tensor
+                context.recvs += 1
+        except (TypeError, ValueError, IndexError) as error:
+            raise ProtocolError(f"a message speaks of its context in a way that makes no sense: {extra!r}") from error
+        return Scope(context)
+
+    @staticmethod
+    def _receive(recv: Recv, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
+            received = receive(recv, tensors)
+        for old, new in zip(tensors, received, strict=True):
+            if isinstance(old, torch.nn.Parameter):
+                new._is_param = True  # so that it still passes for one
+        return received

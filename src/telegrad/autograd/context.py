@@ -1,0 +1,196 @@
+"""Contexts: one forward and backward, known on every worker that it touched by one id."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from telegrad.errors import UsageError
+from telegrad.ids import GlobalId
+
+_WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
+_REMEMBERED = 4096  # ended contexts whose late messages are recognised
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message that went out with tensors that need a gradient."""
+
+    message_id: int
+    to: int
+    parts: tuple[Node, ...]  # one node for each such tensor
+
+    def describe(self, part: int) -> str:
+        """What was sent, as torch's graph remembers it."""
+        node, output = self.parts[part].next_functions[0]
+        metadata: Any = node._input_metadata[output] if node is not None else None
+        what = f"{str(metadata.dtype).removeprefix('torch.')}{list(metadata.shape)}" if metadata else "a tensor"
+        return f"{what} of {type(node).__name__}"
+
+
+class Context:
+    def __init__(self, context_id: int) -> None:
+        self.id = context_id
+        self.ended = False
+        self.sends: dict[int, Send] = {}
+        self.recvs = 0
+        self.origin: int | None = None  # who told this worker first; it is told by others when the context ends
+        self.workers: set[int] = set()  # whom this worker told of the context
+        self.passes: dict[GlobalId, Any] = {}  # those that this worker takes part in; None: it has failed
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def creator(self) -> int:
+        return self.id >> _WORKER_SHIFT
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Not in place: somebody may have asked for the old sum."""
+        with self._lock:
+            old = self._gradients.get(id(leaf))
+            self._gradients[id(leaf)] = (leaf, gradient if old is None else old[1] + gradient)
+
+    def set_gradient(self, leaf: Tensor, gradient: Tensor | None) -> None:
+        with self._lock:
+            if gradient is None:
+                self._gradients.pop(id(leaf), None)
+            else:
+                self._gradients[id(leaf)] = (leaf, gradient)
+
+    def gradient(self, leaf: Tensor) -> Tensor | None:
+        with self._lock:
+            known = self._gradients.get(id(leaf))
+            return known[1] if known is not None else None
+
+    def gradients(self) -> dict[Tensor, Tensor]:
+        with self._lock:
+            return dict(self._gradients.values())
+
+    def __repr__(self) -> str:
+        state = ", ended" if self.ended else ""
+        return (
+            f"<Context {self.id} of worker {self.creator}: {len(self.sends)} sends, {self.recvs} recvs, "
+            f"{len(self._gradients)} gradients, {len(self.passes)} passes, told {sorted(self.workers)}{state}>"
+        )
+
+
+_current: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
+
+current_context: Callable[[], Context | None] = _current.get
+
+
+class Scope:
+    """``with scope:`` the context is current.  One scope may be entered again and again, not at the same time."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: Context | None) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
+
+
+class Registry:
+    """The contexts that one worker knows."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._known: dict[int, Context] = {}
+        self._ended: dict[int, None] = {}  # the last ones, oldest first
+
+    def new(self) -> Context:
+        context = Context((self._worker << _WORKER_SHIFT) | next(self._numbers))
+        with self._lock:
+            self._known[context.id] = context
+        return context
+
+    def join(self, context_id: int, sender: int) -> Context | None:
+        """The context of a message that came; None if it has ended."""
+        known = self._known.get(context_id)
+        if known is not None:
+            return known
+        with self._lock:
+            if context_id in self._ended or context_id >> _WORKER_SHIFT == self._worker:
+                return None
+            if context_id not in self._known:
+                self._known[context_id] = Context(context_id)
+                self._known[context_id].origin = sender
+            return self._known[context_id]
+
+    def find(self, context_id: int) -> Context | None:
+        return self._known.get(context_id)
+
+    def get(self, context_id: int, name_of: Callable[[int], str]) -> Context:
+        """As a user asks for it."""
+        if not isinstance(context_id, int) or isinstance(context_id, bool):
+            raise UsageError(
+                f"a context is named by the number that `with context() as number` gives, not {context_id!r}"
+            )
+        context = self._known.get(context_id)
+        if context is not None:
+            return context
+        creator = context_id >> _WORKER_SHIFT
+        if creator == self._worker or context_id in self._ended:
+            raise UsageError(
+                f"no context {context_id}: it has ended, or never was. Work with it inside its `with` block"
+            )
+        raise UsageError(
+            f"no context {context_id} here: worker {name_of(creator)} made it, and none of its calls has come here"
+        )
+
+    def drop(self, context_id: int) -> Context | None:
+        """Forgets a context; None if it is not known (any more)."""
+        with self._lock:
+            context = self._known.pop(context_id, None)
+            self._ended[context_id] = None
+            if len(self._ended) > _REMEMBERED:
+                del self._ended[next(iter(self._ended))]
+        if context is not None:
+            context.ended = True
+        return context
+
+    def of_creator(self, worker: int) -> list[int]:
+        with self._lock:
+            return [context_id for context_id in self._known if context_id >> _WORKER_SHIFT == worker]
+
+    def __iter__(self) -> Iterator[Context]:
+        with self._lock:
+            return iter(list(self._known.values()))
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+
+@contextmanager
+def entered(registry: Registry, leave: Callable[[Context], None]) -> Iterator[int]:
+    """A new context, current inside."""
+    if (outer := current_context()) is not None:
+        raise UsageError(f"this thread is already in context {outer.id}: contexts do not nest")
+    context = registry.new()
+    try:
+        with Scope(context):
+            yield context.id
+    finally:
+        leave(context)
+
+
+def needing_gradient(tensors: Sequence[Tensor]) -> list[int]:
+    """Which tensors a graph must be recorded for."""
+    return [index for index, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []

@@ -1,0 +1,92 @@
+"""When a computation that spreads from worker to worker has ended (Dijkstra and Scholten's algorithm).
+
+Each worker keeps count of the messages that it sent and that were not answered.  The first message that reaches a
+passive worker makes its sender that worker's *parent*; all later ones are answered at once.  When the worker has
+nothing to do and all its own messages are answered, it answers its parent, and may be drawn in again later.  When the
+root has nothing to do and no unanswered message, nobody has.
+
+One shortcut: a message to the parent need not be answered.  The parent waits for its child's answer anyway, and that
+says how many such messages it is owed, whichever arrives first.
+
+No thread, socket or clock in here: one instance is what one worker knows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Answer(NamedTuple):
+    """Tell that worker that all its message caused is done, but for so many messages back to it."""
+
+    to: int
+    owed: int
+
+
+class Diffusion:
+    def __init__(self, root: bool) -> None:
+        self.active = 0  # how many things the worker is doing
+        self._root = root
+        self._engaged = root
+        self._parent: int | None = None
+        self._sent_up = 0
+        self._unanswered: dict[int, int] = {}
+        self._owed: dict[int, int] = {}  # below 0: they came before the answer that tells of them
+
+    def received(self, sender: int, counted: bool = True) -> list[Answer]:
+        if not counted:
+            self._count(self._owed, sender, -1)
+        elif self._engaged:
+            return [Answer(sender, 0)]
+        else:
+            self._engaged, self._parent = True, sender
+        return []
+
+    def sent(self, to: int) -> bool:
+        """Whether this message is to be answered."""
+        if self._engaged and to == self._parent:
+            self._sent_up += 1
+            return False
+        self._count(self._unanswered, to, 1)
+        return True
+
+    def answered(self, by: int, owed: int) -> None:
+        self._count(self._unanswered, by, -1)
+        self._count(self._owed, by, owed)
+
+    @staticmethod
+    def _count(counts: dict[int, int], worker: int, by: int) -> None:
+        counts[worker] = counts.get(worker, 0) + by
+        if counts[worker] == 0:
+            del counts[worker]
+
+    @property
+    def quiet(self) -> bool:
+        """Whether this worker has nothing to do, and waits for no answer."""
+        return not (self.active or self._unanswered or self._owed)
+
+    @property
+    def over(self) -> bool:
+        """At the root: whether it has ended everywhere."""
+        return self._root and self.quiet
+
+    def settle(self) -> list[Answer]:
+        """After any event: answers the parent, if it is time."""
+        if self._root or not self._engaged or not self.quiet:
+            return []
+        assert self._parent is not None
+        answer = Answer(self._parent, self._sent_up)
+        self._engaged, self._parent, self._sent_up = False, None, 0
+        return [answer]
+
+    def waits_for(self, worker: int) -> bool:
+        return worker in self._unanswered or worker in self._owed
+
+    @property
+    def awaited(self) -> set[int]:
+        return {*self._unanswered, *self._owed}
+
+    def __repr__(self) -> str:
+        parts = [f"{self.active} active"] if self.active else []
+        parts += [f"waits for {sorted(self.awaited)}"] if self.awaited else []
+        return ", ".join(parts) or "quiet"

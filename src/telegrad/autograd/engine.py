@@ -1,0 +1,511 @@
+"""Drives the passes of one worker: torch's engine does the arithmetic, the agent carries the messages.
+
+Everything between workers is a note, so it takes effect once, whatever the network does:
+
+    Gradient      recv → send        what torch's engine computed here goes on there
+    Finished      send → recv        all that it caused is done (``diffusion``)
+    Discover      recv → send        this send is live            } only where
+    Explored      send → recv        all behind it is explored    } some worker
+    PlanWanted    anyone → root      start the wave               } is curious
+    PlanKnown     root → the curious the wave has ended           } (``plan``)
+    PassFailed    anyone → root      why it cannot end well
+    EndPass       root → all         drop what is left of it
+    DropContext   creator → all      the context has ended
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.failures import copy_of, failure_of, rebuild
+from telegrad.autograd.attach import Attach
+from telegrad.autograd.context import Context, Registry, Scope
+from telegrad.autograd.functions import ANCHOR, Recv, here
+from telegrad.autograd.leaves import Leaves
+from telegrad.autograd.local_pass import ROOT, Job, State
+from telegrad.autograd.passes import Pass
+from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.ids import GlobalId
+from telegrad.wire.messages import (
+    Discover,
+    DropContext,
+    EndPass,
+    Explored,
+    Failure,
+    Finished,
+    Gradient,
+    NotePayload,
+    PassFailed,
+    PassHead,
+    PlanKnown,
+    PlanWanted,
+)
+from telegrad.wire.values import EMPTY_PARCEL
+
+log = logging.getLogger("telegrad.autograd")
+
+Open = Callable[[], Any]
+Notes = list[tuple[int, NotePayload]]
+
+_ANCHOR_EDGE = get_gradient_edge(ANCHOR)
+
+
+class Engine:
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._me = agent.me.worker_id
+        self.registry = Registry(self._me)
+        self.attach = Attach(self.registry)
+        self._leaves = Leaves()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
+        agent.bodies.incoming = self.attach.incoming
+        agent.lost_handlers.append(self._worker_lost)
+        agent.note_handlers |= {
+            Gradient: self._on_gradient,
+            Finished: self._on_finished,
+            Discover: self._on_discover,
+            Explored: self._on_explored,
+            PlanWanted: self._on_plan_wanted,
+            PlanKnown: self._on_plan_known,
+            PassFailed: self._on_failed,
+            EndPass: self._on_end,
+            DropContext: self._on_drop,
+        }
+
+    # --- backward, on the worker that calls it ------------------------------------------------------------------
+
+    def backward(
+        self,
+        context: Context,
+        roots: Sequence[GradientEdge],
+        gradients: Sequence[Tensor],
+        retain_graph: bool,
+        create_graph: bool,
+        fast: bool,
+        timeout: float,
+    ) -> None:
+        """Returns when every worker has done its part; ``timeout`` 0: waits for as long as all are alive."""
+        deadline = time.monotonic() + timeout if timeout else float("inf")
+        number = next(self._numbers)
+        with self._lock:
+            self._running.add(number)
+            floor = min(self._running)
+        head = PassHead(GlobalId(self._me, number), context.id, retain_graph, create_graph, fast, floor)
+        this = Pass(self._me, head, context, roots, gradients)
+        context.passes[this.id] = this
+        try:
+            with this.lock:
+                this.survey()
+                job = this.local.came(ROOT)
+                notes, jobs = self._next_steps(this)
+            self._carry_out(this, notes, [*([job] if job else []), *jobs])
+            self._wait(this, deadline, timeout)
+        except BaseException as error:
+            self._fail(this, error)
+            raise
+        finally:
+            context.passes.pop(this.id, None)
+            with self._lock:
+                self._running.discard(number)
+            if this.error is not None:
+                self._end_elsewhere(this, str(this.error))
+
+    def _wait(self, this: Pass, deadline: float, timeout: float) -> None:
+        def wait() -> bool:
+            with this.changed:
+                return this.changed.wait_for(
+                    lambda: this.over or this.error is not None, max(min(deadline - time.monotonic(), 1e6), 0.0)
+                )
+
+        with this.lock:
+            ended = this.over or this.error is not None
+        if not ended:
+            ended = self._blocking(wait)
+        if not ended:
+            raise RpcTimeoutError(
+                f"backward did not end within {timeout:g} s. This worker: {this!r}{self._ask_around(this)}"
+            )
+        if this.error is not None:
+            raise copy_of(this.error)
+        missing = [
+            f"on worker {self._name(report.worker)}: {what}"
+            for report in this.local.reports.values()
+            for what in report.missing
+        ]
+        if missing:
+            raise MissingGradientError(
+                f"{len(missing)} sends got no gradient, so FAST cannot finish (SMART can): {'; '.join(missing)}"
+            )
+
+    def _blocking(self, wait: Callable[[], bool]) -> bool:
+        pool = self._agent.pool
+        if pool.runs_here():
+            with pool.blocked():
+                return wait()
+        return wait()
+
+    def _ask_around(self, this: Pass) -> str:
+        """What the other workers know of a pass that takes too long."""
+        return ""
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def _next_steps(self, this: Pass) -> tuple[Notes, list[Job]]:
+        """After any event, under the lock: what to say to whom, and what to run."""
+        notes: Notes = []
+        jobs: list[Job] = []
+        local, plan = this.local, this.plan
+        if this.error is not None:
+            return notes, jobs
+        if local.curious and not this.asked:
+            this.asked = True
+            if this.is_root:
+                notes += self._start_wave(this)
+            else:
+                notes.append((this.id.created_on, PlanWanted(this.id)))
+        notes += [(to, Explored(this.id, tuple(plan.curious))) for to, _ in plan.wave.settle()]
+        if this.is_root and plan.ends():
+            notes += [(worker, PlanKnown(this.id)) for worker in plan.curious]
+            jobs += local.plan_known(plan.live)
+        notes += [(to, Finished(this.id, owed, local.report())) for to, owed in local.flow.settle()]
+        if local.flow.over and not this.over:
+            local.report()
+            this.over = True
+            this.changed.notify_all()
+        return notes, jobs
+
+    def _start_wave(self, this: Pass) -> Notes:
+        this.plan.started = True
+        return self._discover(this, this.explore(this.root_edges))
+
+    def _discover(self, this: Pass, found: dict[int, dict[int, set[int]]]) -> Notes:
+        notes: Notes = []
+        for worker, sends in found.items():
+            this.plan.wave.sent(worker)
+            this.told.add(worker)
+            notes.append((worker, Discover(this.head, tuple((m, tuple(sorted(parts))) for m, parts in sends.items()))))
+        return notes
+
+    def _carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
+        for to, payload in notes:
+            if not self._agent.post(to, payload):
+                self._fail(this, self._lost(to))
+        for job in jobs[1:]:
+            self._agent.pool.submit((self._run, this, job))
+        if jobs:
+            self._run(this, jobs[0])
+
+    def _step(self, this: Pass, event: Callable[[], Job | None]) -> None:
+        """Takes in an event and does what follows from it."""
+        with this.lock:
+            if this.error is not None:
+                return
+            job = event()
+            notes, jobs = self._next_steps(this)
+        self._carry_out(this, notes, [*([job] if job is not None else []), *jobs])
+
+    # --- torch's engine -----------------------------------------------------------------------------------------
+
+    def _run(self, this: Pass, job: Job) -> None:
+        """One unit, on the calling thread."""
+        outer, here.run = here.run, _Run(self, this, job)
+        try:
+            with Scope(this.context):
+                self._compute(this, job)
+        except BaseException as error:
+            self._fail(this, error)
+        else:
+            self._step(this, lambda: this.local.done(job))
+        finally:
+            here.run = outer
+
+    def _compute(self, this: Pass, job: Job) -> None:
+        unit = job.unit
+        edges, gradients = this.entries(job)
+        wanted = [GradientEdge(leaf, 0) for leaf in unit.leaves]
+        if unit.recvs:
+            wanted.append(_ANCHOR_EDGE)
+        if not wanted or not edges:
+            return
+        results = torch.autograd.grad(
+            edges,
+            wanted,
+            gradients,
+            retain_graph=this.head.retain_graph,
+            create_graph=this.head.create_graph,
+            allow_unused=True,
+        )
+        came = [this.gradients.pop(source, {}) for source in job.sources]
+        given = [*gradients, *(tensor for parts in came for tensor in parts.values() if tensor is not None)]
+        self._leaves.add(this.context, unit.leaves, results, given, this.head.create_graph)
+
+    def gradient_for(self, this: Pass, job: Job, message_id: int, part: int) -> Tensor | None:
+        """Called by torch's engine: waits for what comes from the other end of a send."""
+        with this.lock:
+            if message_id not in this.gradients:
+                this.local.blocked(job, message_id)
+                notes, jobs = self._next_steps(this)
+            else:
+                notes, jobs = [], []
+        if job.state is State.BLOCKED or notes:
+            for other in jobs:
+                self._agent.pool.submit((self._run, this, other))
+            self._carry_out(this, notes, [])
+            self._blocking(lambda: this.wait_for(message_id))
+        if this.error is not None:
+            raise copy_of(this.error)
+        parts = this.gradients[message_id]
+        return parts[part] if part in parts else this.zeros(message_id, part)
+
+    def emit(self, this: Pass, job: Job, recv: Recv, node: Any, gradients: Sequence[Tensor | None]) -> None:
+        """Called by torch's engine: sends what a recv got to the other end."""
+        parts = this.recv_parts(job, node)
+        with this.lock:
+            counted = this.local.flow.sent(recv.sender)
+            this.told.add(recv.sender)
+        payload = Gradient(this.head, recv.message_id, tuple(parts), counted)
+        if not self._agent.post(recv.sender, payload, [gradients[part] for part in parts]):
+            raise self._lost(recv.sender)
+
+    # --- what the other workers say -----------------------------------------------------------------------------
+
+    def _join(self, sender: int, head: PassHead) -> Pass | None:
+        """The pass of a message that came; None if it has failed, or its context has ended."""
+        pass_id = GlobalId(*head.pass_id)
+        context = self.registry.find(head.context_id)
+        if context is None:
+            self._report_failure(pass_id, TelegradError(f"context {head.context_id} has ended on this worker"))
+            return None
+        with self._lock:
+            for old in [old for old in context.passes if old[0] == pass_id[0] and old[1] < head.floor]:
+                del context.passes[old]  # they are over
+            if pass_id not in context.passes:
+                context.passes[pass_id] = Pass(self._me, head, context)
+            found: Pass | None = context.passes[pass_id]
+            return found
+
+    def _find(self, pass_id: GlobalId) -> Pass | None:
+        for context in self.registry:
+            found: Pass | None = context.passes.get(pass_id)
+            if found is not None:
+                return found
+        return None
+
+    def _on_gradient(self, sender: int, payload: Gradient, open_value: Open) -> None:
+        this = self._join(sender, payload.head)
+        if this is None:
+            return
+        try:
+            gradients = dict(zip(payload.parts, open_value(), strict=True))
+
+            def event() -> Job | None:
+                this.survey()
+                this.gradients[payload.message_id] = gradients
+                answers.extend(this.local.flow.received(sender, payload.counted))
+                job = this.local.came(payload.message_id)
+                this.changed.notify_all()
+                return job
+
+            answers: list[Any] = []
+            with this.lock:
+                if this.error is not None:
+                    return
+                job = event()
+                notes, jobs = self._next_steps(this)
+            notes = [*((to, Finished(this.id, owed, ())) for to, owed in answers), *notes]
+        except BaseException as error:
+            self._fail(this, error)
+            return
+        self._carry_out(this, notes, [*([job] if job is not None else []), *jobs])
+
+    def _on_finished(self, sender: int, payload: Finished, _: Open) -> None:
+        this = self._find(GlobalId(*payload.pass_id))
+        if this is not None:
+
+            def event() -> None:
+                this.local.heard(payload.reports)
+                this.local.flow.answered(sender, payload.owed)
+
+            self._step(this, event)
+
+    def _on_discover(self, sender: int, payload: Discover, _: Open) -> None:
+        this = self._join(sender, payload.head)
+        if this is None:
+            return
+        answers: Notes = []
+
+        with this.lock:
+            if this.error is not None:
+                return
+            this.survey()
+            answers = [(to, Explored(this.id, ())) for to, _ in this.plan.wave.received(sender)]
+            new = this.plan.discovered(payload.sends)
+            if this.local.may_be_curious and not this.asked and not this.is_root:
+                this.asked = True
+                this.plan.curious.add(self._me)
+            found = self._discover(this, this.explore(this.send_edges(new)))
+            notes, jobs = self._next_steps(this)
+        self._carry_out(this, [*answers, *found, *notes], jobs)
+
+    def _on_explored(self, sender: int, payload: Explored, _: Open) -> None:
+        this = self._find(GlobalId(*payload.pass_id))
+        if this is not None:
+            self._step(this, lambda: this.plan.explored(sender, payload.curious))
+
+    def _on_plan_wanted(self, sender: int, payload: PlanWanted, _: Open) -> None:
+        this = self._find(GlobalId(*payload.pass_id))
+        if this is None:
+            return
+        with this.lock:
+            notes: Notes = []
+            if this.plan.known:
+                notes.append((sender, PlanKnown(this.id)))
+            else:
+                this.plan.curious.add(sender)
+                if not this.plan.started:
+                    notes += self._start_wave(this)
+            more, jobs = self._next_steps(this)
+        self._carry_out(this, [*notes, *more], jobs)
+
+    def _on_plan_known(self, sender: int, payload: PlanKnown, _: Open) -> None:
+        this = self._find(GlobalId(*payload.pass_id))
+        if this is not None:
+            with this.lock:
+                if this.error is not None:
+                    return
+                this.plan.known = True
+                ready = this.local.plan_known(this.plan.live)
+                notes, jobs = self._next_steps(this)
+            self._carry_out(this, notes, [*ready, *jobs])
+
+    # --- failure ------------------------------------------------------------------------------------------------
+
+    def _fail(self, this: Pass, error: BaseException) -> None:
+        """The pass cannot end well.  The first reason counts; the root hears of it, and ends the pass everywhere."""
+        with this.lock:
+            if this.error is not None or this.over:
+                return
+            this.error = error
+            this.changed.notify_all()
+        if not this.is_root:
+            self._report_failure(this.id, error)
+
+    def _report_failure(self, pass_id: GlobalId, error: BaseException) -> None:
+        root = self._agent.peer(pass_id.created_on)
+        details: list[Any] = []
+
+        def pack(value: Any) -> Any:
+            details.append(value)
+            return EMPTY_PARCEL
+
+        failure, _ = failure_of(error, 0, self._agent.me.name, pack)
+        payload = PassFailed(pass_id, failure.worker, failure.type_name, failure.text, failure.traceback)
+        try:
+            self._agent.post(root.id, payload, details[0] if details else None)
+        except Exception:  # a detail of the exception that cannot be sent
+            self._agent.post(root.id, payload)
+
+    def _on_failed(self, sender: int, payload: PassFailed, open_value: Open) -> None:
+        this = self._find(GlobalId(*payload.pass_id))
+        if this is None:
+            return
+        try:
+            details = open_value()
+        except TelegradError:
+            details = None
+        failure = Failure(0, payload.worker, payload.type_name, payload.text, payload.traceback)
+        self._fail(this, rebuild(failure, details, self._agent.options.allow_pickle))
+
+    def _end_elsewhere(self, this: Pass, reason: str) -> None:
+        for worker in this.told - {self._me}:
+            self._agent.post(worker, EndPass(this.id, this.context.id, reason))
+
+    def _on_end(self, sender: int, payload: EndPass, _: Open) -> None:
+        context = self.registry.find(payload.context_id)
+        if context is None:
+            return
+        pass_id = GlobalId(*payload.pass_id)
+        with self._lock:
+            this: Pass | None = context.passes.get(pass_id)
+            context.passes[pass_id] = None  # so that a late message does not bring it back
+        if this is not None:
+            self._abort(this, TelegradError(f"the pass was ended: {payload.reason}"))
+
+    def _abort(self, this: Pass, error: TelegradError) -> None:
+        """Ends this worker's part of a pass whose root needs no telling."""
+        with this.lock:
+            if this.error is None:
+                this.error = error
+            this.changed.notify_all()
+            told = set(this.told)
+            this.told.clear()
+        for worker in told - {self._me, this.id.created_on}:
+            self._agent.post(worker, EndPass(this.id, this.context.id, str(error)))
+
+    def _lost(self, worker: int) -> WorkerLostError:
+        peer = self._agent.peer(worker)
+        reason = f": {peer.reason}" if peer.reason else ""
+        return WorkerLostError(f"worker {peer.name!r} was lost in a backward{reason}")
+
+    def _worker_lost(self, worker: int) -> None:
+        for context_id in self.registry.of_creator(worker):
+            self.drop(context_id)
+        for context in self.registry:
+            for this in [each for each in context.passes.values() if each is not None]:
+                if this.id.created_on == worker:
+                    self._abort(this, self._lost(worker))
+                elif this.waits_for(worker):
+                    self._fail(this, self._lost(worker))
+
+    # --- the end of a context -----------------------------------------------------------------------------------
+
+    def leave(self, context: Context) -> None:
+        self.drop(context.id)
+
+    def drop(self, context_id: int) -> None:
+        """Forgets a context here, and on all workers that this one told of it."""
+        context = self.registry.drop(context_id)
+        if context is None:
+            return
+        for this in [each for each in context.passes.values() if each is not None]:
+            self._abort(this, TelegradError(f"context {context_id} has ended"))
+        for worker in context.workers - {context.origin, self._me}:
+            self._agent.post(worker, DropContext(context_id))
+
+    def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
+        self.drop(payload.context_id)
+
+    # --- seeing it ----------------------------------------------------------------------------------------------
+
+    def _name(self, worker: int) -> str:
+        return repr(self._agent.peer(worker).name)
+
+    def passes(self) -> Iterable[Pass]:
+        return [this for context in self.registry for this in context.passes.values() if this is not None]
+
+
+class _Run:
+    """What the nodes see of the engine call that runs them."""
+
+    __slots__ = ("_engine", "_job", "_pass")
+
+    def __init__(self, engine: Engine, this: Pass, job: Job) -> None:
+        self._engine, self._pass, self._job = engine, this, job
+
+    def gradient_for(self, message_id: int, part: int) -> Tensor | None:
+        return self._engine.gradient_for(self._pass, self._job, message_id, part)
+
+    def emit(self, recv: Recv, node: Any, gradients: Sequence[Tensor | None]) -> None:
+        self._engine.emit(self._pass, self._job, recv, node, gradients)

@@ -1,0 +1,102 @@
+"""The two ends of a tensor's way between workers, as nodes of torch's graph.
+
+A *send* is a node above the tensor that was sent: torch's engine starts there, and the node hands it the gradient that
+came from the other side, waiting for it if need be.  A *recv* is the node below the tensor that was received: when the
+engine runs it, the gradient is complete, all hooks have fired, and it leaves for the send at the other end.
+
+    sender                                   receiver
+        x ◀── SendRpc   ◀ ─ ─ gradient ─ ─   RecvRpc ◀── y = f(x)
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from telegrad.errors import UsageError
+
+
+class Recv(NamedTuple):
+    """Where a received tensor came from."""
+
+    context_id: int
+    sender: int
+    message_id: int
+
+
+class Run(Protocol):
+    """One call of torch's engine, as the nodes that it runs see it."""
+
+    def gradient_for(self, message_id: int, part: int) -> Tensor | None:
+        """Waits for the gradient of a sent tensor."""
+
+    def emit(self, recv: Recv, node: Any, gradients: Sequence[Tensor | None]) -> None:
+        """Sends the gradients of received tensors on their way."""
+
+
+class _Here(threading.local):
+    run: Run | None = None
+
+
+#: The run that the calling thread drives.
+here = _Here()
+
+
+class SendRpc(torch.autograd.Function):
+    """One tensor of one message that went out.  The output is only there to name the node."""
+
+    @staticmethod
+    def forward(ctx: Any, message_id: int, part: int, tensor: Tensor) -> Tensor:
+        ctx.message_id, ctx.part = message_id, part
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        run = here.run
+        assert run is not None, "a send is a root of telegrad's own passes only"
+        return None, None, run.gradient_for(ctx.message_id, ctx.part)
+
+
+class RecvRpc(torch.autograd.Function):
+    """The tensors of one message that came in."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, recv: Recv, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.recv = recv
+        ctx.set_materialize_grads(False)
+        # "Dirty" keeps the very tensors: an output that is a view of an input could not be changed in place.
+        ctx.mark_dirty(*tensors)
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        run = here.run
+        if run is None:
+            raise UsageError(
+                "this tensor came from another worker, so a plain backward() ends here: call "
+                f"telegrad.autograd.backward({ctx.recv.context_id}, [loss]) inside the context, not loss.backward()"
+            )
+        run.emit(ctx.recv, ctx, gradients)
+        return (None,) * (2 + len(gradients))
+
+
+#: The input of every recv: it makes torch record the node, and asking for its gradient makes torch run it.
+ANCHOR = torch.zeros((), requires_grad=True)
+
+
+def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
+    """Records that a tensor is sent; the node from which its gradient will flow."""
+    node = cast("Tensor", SendRpc.apply(message_id, part, tensor)).grad_fn  # type: ignore[no-untyped-call]
+    assert node is not None
+    return node
+
+
+def receive(recv: Recv, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Records that tensors were received."""
+    # ``data`` and not ``detach``, for that would be a view, of which a node can give back only one in place.
+    return cast("tuple[Tensor, ...]", RecvRpc.apply(ANCHOR, recv, *[tensor.data for tensor in tensors]))  # type: ignore[no-untyped-call]

@@ -1,0 +1,65 @@
+"""Gradients that have come to a leaf: into the context, never into ``.grad``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from telegrad.autograd.context import Context
+
+
+class Leaves:
+    def __init__(self) -> None:
+        self._swapping = threading.RLock()  # while a hook sees the context's gradient in ``.grad``
+
+    def add(
+        self,
+        context: Context,
+        leaves: Sequence[Node],
+        gradients: Sequence[Tensor | None],
+        given: Iterable[Tensor],
+        differentiable: bool,
+    ) -> None:
+        """Adds what torch's engine computed from the gradients that it was ``given``."""
+        taken = set() if differentiable else {_address(tensor) for tensor in given}
+        for leaf, gradient in zip(leaves, gradients, strict=False):
+            if gradient is None:
+                continue
+            variable: Any = leaf.variable  # type: ignore[attr-defined]
+            context.add_gradient(variable, gradient if differentiable else _own(gradient, taken))
+            if variable._post_accumulate_grad_hooks:
+                self._after_accumulation(context, variable)
+
+    def _after_accumulation(self, context: Context, variable: Any) -> None:
+        """Hooks that expect to find the sum in ``.grad``, and may change it there."""
+        with self._swapping:
+            before = variable.grad
+            variable.grad = context.gradient(variable)
+            try:
+                for hook in list(variable._post_accumulate_grad_hooks.values()):
+                    hook(variable)
+                context.set_gradient(variable, variable.grad)
+            finally:
+                variable.grad = before
+
+
+def _address(tensor: Tensor) -> int:
+    """Equal for tensors that share memory; 0 where there is none to share."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def _own(gradient: Tensor, taken: set[int]) -> Tensor:
+    """The gradient in memory of its own: torch hands one tensor to several leaves, or back what it was given."""
+    if gradient.layout is not torch.strided:
+        return gradient
+    storage = gradient.untyped_storage()
+    address = storage.data_ptr()
+    if address in taken or storage.nbytes() != gradient.nbytes:
+        return gradient.clone()
+    taken.add(address)
+    return gradient

@@ -1,0 +1,159 @@
+"""What one worker does of one backward: which units run when, and what it has to say to the others.
+
+Events come in as method calls, instructions come out: *run this unit*, *ask for the plan*, *answer that worker*.  No
+thread, socket, clock or tensor in here; the engine holds the lock and does as it is told.
+
+A unit of one source runs when that source's gradient comes.  Where several sources meet it must be known which of them
+will come at all.  FAST says: all.  SMART asks for the plan, and until it is known such a unit waits.  Then it runs as
+one call of torch's engine, from all its live sources, the newest first: a source's gradient can only depend on
+sources that were sent after it, for what came back from it was used for those.  At a source that has not come the call
+blocks; nothing else is left to do in that unit then.
+
+    WAITING ──▶ RUNNING ◀──▶ BLOCKED          one source, or the plan is known
+       │           ▲  │
+       ▼           │  ▼
+    CURIOUS ───────┘  DONE                    several sources, and no plan yet
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from telegrad.autograd.diffusion import Diffusion
+from telegrad.autograd.graph import Unit
+from telegrad.wire.messages import Report
+
+ROOT = 1 << 62  # the source that backward starts from, newer than any message
+
+
+class State(enum.Enum):
+    WAITING = "waits for a gradient"
+    CURIOUS = "waits for the plan"
+    RUNNING = "runs"
+    BLOCKED = "blocked"
+    DONE = "done"
+
+
+@dataclass(eq=False)
+class Job:
+    """A unit and how far it is."""
+
+    unit: Unit
+    state: State = State.WAITING
+    sources: list[int] = field(default_factory=list)  # the live ones, newest first, once it runs
+    blocked_on: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<{len(self.unit.sources)} sources, {self.state.value}>"
+
+
+class LocalPass:
+    """``describe`` says what a source is, for those who look for it in vain."""
+
+    def __init__(self, worker: int, root: bool, fast: bool, describe: Callable[[int], str]) -> None:
+        self.worker = worker
+        self.flow = Diffusion(root)
+        self.arrived: set[int] = set()
+        self.live: set[int] | None = None  # None: not known yet
+        self.jobs: list[Job] = []
+        self.reports: dict[int, Report] = {}  # the latest of each worker that ever had one
+        self._by_source: dict[int, Job] = {}
+        self._fast = fast
+        self._describe = describe
+
+    def surveyed(self, units: Iterable[Unit]) -> None:
+        """What this worker's graph looks like.  Once, before the first gradient."""
+        for unit in units:
+            job = Job(unit)
+            self.jobs.append(job)
+            for source in unit.sources:
+                self._by_source[source] = job
+        if self._fast:
+            self.live = set(self._by_source)
+
+    @property
+    def may_be_curious(self) -> bool:
+        """Whether there is a unit that cannot run before the plan is known."""
+        return self.live is None and any(len(job.unit.sources) > 1 for job in self.jobs)
+
+    @property
+    def curious(self) -> bool:
+        return any(job.state is State.CURIOUS for job in self.jobs)
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def came(self, source: int) -> Job | None:
+        """A gradient has come; the job to run, if any."""
+        self.arrived.add(source)
+        job = self._by_source.get(source)
+        if job is None:
+            raise LookupError(f"a gradient came for message {source}, which was never sent in this context")
+        if job.state is State.BLOCKED and job.blocked_on == source:
+            job.state, job.blocked_on = State.RUNNING, None
+            self.flow.active += 1  # on behalf of the call that wakes up now
+            return None
+        return self._consider(job)
+
+    def plan_known(self, live: Iterable[int]) -> list[Job]:
+        """Which sources will come; the jobs to run."""
+        self.live = {*live, *self.arrived}
+        ready = []
+        for job in self.jobs:
+            if job.state is State.CURIOUS:
+                self.flow.active -= 1
+                job.state = State.WAITING
+                started = self._consider(job)
+                assert started is not None
+                ready.append(started)
+        return ready
+
+    def _consider(self, job: Job) -> Job | None:
+        if job.state is not State.WAITING:
+            return None
+        if len(job.unit.sources) > 1 and self.live is None:
+            job.state = State.CURIOUS
+            self.flow.active += 1  # or the pass would seem to be over
+            return None
+        live = self.live
+        job.sources = sorted((s for s in job.unit.sources if live is None or s in live), reverse=True)
+        job.state = State.RUNNING
+        self.flow.active += 1
+        return job
+
+    def blocked(self, job: Job, source: int) -> None:
+        job.state, job.blocked_on = State.BLOCKED, source
+        self.flow.active -= 1
+
+    def done(self, job: Job) -> None:
+        job.state = State.DONE
+        self.flow.active -= 1
+
+    # --- what is missing ----------------------------------------------------------------------------------------
+
+    def missing(self) -> list[int]:
+        """The sources that are waited for and have not come; FAST waits for all that a worker has."""
+        wanted = (
+            self._by_source
+            if self._fast
+            else [source for job in self.jobs if job.state is State.BLOCKED for source in job.sources]
+        )
+        return [source for source in wanted if source not in self.arrived]
+
+    def report(self) -> tuple[Report, ...]:
+        """What goes up with an answer: who still waits for what, as far as it is known here."""
+        missing = tuple([self._describe(source) for source in self.missing()])
+        mine = self.reports.get(self.worker)
+        if missing != (mine.missing if mine is not None else ()):
+            self.reports[self.worker] = Report(self.worker, mine.version + 1 if mine is not None else 1, missing)
+        return tuple(self.reports.values())
+
+    def heard(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            known = self.reports.get(report.worker)
+            if known is None or known.version < report.version:
+                self.reports[report.worker] = report
+
+    def __repr__(self) -> str:
+        return f"<LocalPass {self.flow!r}, {self.jobs!r}>"

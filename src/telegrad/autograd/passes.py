@@ -1,0 +1,166 @@
+"""One backward on one worker, with all that it holds: the graph, the gradients that came, the thread that waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from telegrad.autograd.context import Context
+from telegrad.autograd.graph import Edge, Explorer, Unit, survey
+from telegrad.autograd.local_pass import ROOT, Job, LocalPass
+from telegrad.autograd.plan import Plan
+from telegrad.ids import GlobalId
+from telegrad.wire.messages import PassHead
+
+
+class Pass:
+    """``lock`` guards all of it.  ``roots`` and ``root_gradients`` are there on the root only."""
+
+    def __init__(
+        self,
+        worker: int,
+        head: PassHead,
+        context: Context,
+        roots: Sequence[GradientEdge] = (),
+        root_gradients: Sequence[Tensor] = (),
+    ) -> None:
+        self.head = head
+        self.id = GlobalId(*head.pass_id)
+        self.is_root = self.id.created_on == worker
+        self.context = context
+        self.roots = roots
+        self.root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots]
+        self.root_gradients = root_gradients
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.local = LocalPass(worker, self.is_root, head.fast, self.describe)
+        self.plan = Plan(self.is_root)
+        self.explorer = Explorer()
+        self.gradients: dict[int, dict[int, Tensor | None]] = {}
+        self.told: set[int] = set()  # whom this worker drew into the pass
+        self.asked = False  # the root knows, or will, that this worker is curious
+        self.over = False  # at the root: it ended well
+        self.error: BaseException | None = None
+        self._surveyed = False
+
+    def survey(self) -> None:
+        """Looks at the graph, once; under the lock."""
+        if self._surveyed:
+            return
+        self._surveyed = True
+        sources: list[tuple[int, Sequence[Edge]]] = [(ROOT, self.root_edges)] if self.is_root else []
+        for message_id, send in reversed(list(self.context.sends.items())):
+            sources.append((message_id, [(node, 0) for node in send.parts]))
+        self.local.surveyed(survey(sources))
+
+    def explore(self, edges: Sequence[Edge]) -> dict[int, dict[int, set[int]]]:
+        """Follows live edges; what was found, as worker → message → parts."""
+        found: dict[int, dict[int, set[int]]] = {}
+        for node, outputs in self.explorer.explore(edges).items():
+            found.setdefault(node.recv.sender, {}).setdefault(node.recv.message_id, set()).update(outputs)
+        return found
+
+    def send_edges(self, sends: Sequence[tuple[int, int]]) -> list[Edge]:
+        known = self.context.sends
+        return [
+            (known[message_id].parts[part], 0)
+            for message_id, part in sends
+            if message_id in known and part < len(known[message_id].parts)
+        ]
+
+    # --- what a call of torch's engine needs --------------------------------------------------------------------
+
+    def live_parts(self, job: Job, source: int) -> list[int]:
+        """Which tensors of a message get a gradient."""
+        if len(job.unit.sources) == 1 or len(job.sources) == 1:
+            return sorted(self.gradients[source])
+        if self.head.fast:
+            return list(range(len(self.context.sends[source].parts)))
+        return sorted(self.plan.live.get(source, self.gradients.get(source, ())))
+
+    def recv_parts(self, job: Job, node: Any) -> list[int]:
+        """Which tensors of a recv get a gradient, be it an undefined one."""
+        certain = len(job.unit.sources) == 1 or self.head.fast
+        return sorted((job.unit.recvs if certain else self.explorer.reached)[node])
+
+    def entries(self, job: Job) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where torch's engine starts, newest first, and with what; a send finds its gradient itself."""
+        edges: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        for source in job.sources:
+            if source == ROOT:
+                edges += self.roots
+                gradients += self.root_gradients
+            else:
+                parts = self.context.sends[source].parts
+                gates = [GradientEdge(parts[part], 0) for part in self.live_parts(job, source)]
+                edges += gates
+                gradients += [_NOTHING] * len(gates)
+        if len(job.sources) > 1:
+            _put_gates_last(job.unit, [edge for edge, given in zip(edges, gradients, strict=True) if given is _NOTHING])
+        return edges, gradients
+
+    def wait_for(self, message_id: int) -> bool:
+        with self.changed:
+            return self.changed.wait_for(lambda: message_id in self.gradients or self.error is not None)
+
+    def zeros(self, message_id: int, part: int) -> Tensor | None:
+        """For a tensor of a live message that itself got nothing, where FAST did not know: as PyTorch does."""
+        node, output = self.context.sends[message_id].parts[part].next_functions[0]
+        if node is None:
+            return None
+        metadata: Any = node._input_metadata[output]
+        return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+
+    def waits_for(self, worker: int) -> bool:
+        """Whether this pass cannot end without something from that worker."""
+        with self.lock:
+            sends = [self.context.sends.get(job.blocked_on or 0) for job in self.local.jobs]
+            return (
+                self.local.flow.waits_for(worker)
+                or self.plan.wave.waits_for(worker)
+                or any(send is not None and send.to == worker for send in sends)
+            )
+
+    # --- seeing it ----------------------------------------------------------------------------------------------
+
+    def describe(self, source: int) -> str:
+        if source == ROOT:
+            return "the roots"
+        send = self.context.sends[source]
+        came = self.gradients.get(source, {})
+        what = ", ".join(send.describe(part) for part in range(len(send.parts)) if part not in came)
+        return f"message {source} to worker {send.to} ({what})"
+
+    def __repr__(self) -> str:
+        state = f", failed: {self.error}" if self.error is not None else ", over" if self.over else ""
+        arrived = [self.describe(source) for source in sorted(self.local.arrived, reverse=True)]
+        missing = [self.describe(source) for source in self.local.missing()]
+        return (
+            f"<Pass {self.id} in context {self.context.id}: {self.local.flow!r}; {len(self.local.jobs)} units "
+            f"{[job.state.value for job in self.local.jobs]}; came: {arrived or 'nothing'}; "
+            f"missing: {missing or 'nothing'}; {self.plan!r}{state}>"
+        )
+
+
+_NOTHING = torch.zeros(())  # what a gate is started with
+
+
+def _put_gates_last(unit: Unit, gates: Sequence[GradientEdge]) -> None:
+    """Lets torch's engine come to a send only when nothing else is left to do, and to the newest first.
+
+    Of the nodes that are ready it takes the one with the highest sequence number.
+    """
+    for number, gate in enumerate(reversed(gates), 1):
+        gate.node._set_sequence_nr(number)  # type: ignore[attr-defined]
+    lowest = len(gates) + 1
+    chosen = {gate.node for gate in gates}
+    for node in unit.nodes:
+        number = node._sequence_nr()
+        if number < lowest and node not in chosen:
+            node._set_sequence_nr(number + lowest)  # type: ignore[attr-defined]

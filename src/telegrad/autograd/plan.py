@@ -1,0 +1,47 @@
+"""Which sends are live: the discovery wave.
+
+The wave starts at the root and runs along recv → send: whoever learns that a send of its will get a gradient explores
+what lies behind it, and tells the senders of what it finds there.  It has ended when all is explored (``diffusion``);
+then a send that nobody spoke of is dead.  Only the workers that are *curious*, where sources meet, want to know that;
+without one there is no wave at all.  No thread, socket, clock or tensor in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from telegrad.autograd.diffusion import Diffusion
+
+
+class Plan:
+    def __init__(self, root: bool) -> None:
+        self.wave = Diffusion(root)
+        self.live: dict[int, set[int]] = {}  # message id → which of its tensors
+        self.started = False  # at the root: the wave; elsewhere: it has come here
+        self.known = False  # the wave has ended
+        self.curious: set[int] = set()  # who is to be told, as far as known here
+
+    def discovered(self, sends: Iterable[tuple[int, Iterable[int]]]) -> list[tuple[int, int]]:
+        """Sends are live; those (message, part) of them that were not known to be."""
+        self.started = True
+        new = []
+        for message_id, parts in sends:
+            known = self.live.setdefault(message_id, set())
+            new += [(message_id, part) for part in parts if part not in known]
+            known.update(parts)
+        return new
+
+    def explored(self, by: int, curious: Iterable[int]) -> None:
+        self.wave.answered(by, 0)
+        self.curious.update(curious)
+
+    def ends(self) -> bool:
+        """Whether the root finds, for the first time, that the wave has ended."""
+        if self.known or not self.started or not self.wave.over:
+            return False
+        self.known = True
+        return True
+
+    def __repr__(self) -> str:
+        state = "known" if self.known else f"wave: {self.wave!r}" if self.started else "not asked for"
+        return f"<Plan {len(self.live)} live sends, {state}>"
