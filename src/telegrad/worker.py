@@ -18,6 +18,7 @@ from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.memory import Direct, connect
 from telegrad.agent.outcomes import Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
+from telegrad.autograd.api import backward
 from telegrad.autograd.engine import Engine
 from telegrad.current import adopt, current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
@@ -243,6 +244,12 @@ class Worker:
             )
         )
 
+    def backward_of(self, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+        if rref.is_owner():
+            run_backward_of(rref, context_id, retain_graph)
+        else:
+            self.rpc_sync(rref._owner, run_backward_of, (rref, context_id, retain_graph))
+
     def wait_locally(self, wait: Callable[[], bool]) -> bool:
         """Runs something that blocks; a thread of the pool is replaced meanwhile."""
         if self.agent.pool.runs_here():
@@ -326,6 +333,18 @@ class Worker:
     def __repr__(self) -> str:
         lost = [peer.name for peer in self.agent.peers if peer.state is PeerState.LOST]
         return f"<Worker {self.name!r} ({self.id}) of {len(self.agent.peers)}{f', lost: {lost}' if lost else ''}>"
+
+
+@export
+def run_backward_of(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """Runs on the owner of a reference."""
+    value = rref.local_value()
+    if not isinstance(value, torch.Tensor):
+        raise UsageError(f"backward of {rref!r}: its value is a {type(value).__name__}, not a tensor")
+    if context_id == -1:
+        value.backward(retain_graph=retain_graph)
+    else:
+        backward(context_id, [value], retain_graph)
 
 
 @export

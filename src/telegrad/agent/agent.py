@@ -81,6 +81,7 @@ class Agent:
         )
         self.handlers: dict[type, Handler] = {}
         self.note_handlers: dict[type, NoteHandler] = {}
+        self.light_notes: set[type] = set()  # handled where they are read: quick, and they wait for nothing
         self.lost_handlers: list[Callable[[int], None]] = []
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
         self.closing = False
@@ -215,7 +216,10 @@ class Agent:
             elif kind is Goodbye:
                 self._peer_left(link)  # at once: the end of the connection may be seen next, and is no loss then
             elif kind is Call or kind is RemoteCall:
+                link.brings_calls = True
                 work.append(UserCall((self.handlers[kind], link, frame)))
+            elif kind is Note and type(message.payload) in self.light_notes:  # type: ignore[union-attr]
+                self._handle(link, frame)
             elif kind is not Pong:
                 work.append((self._handle, link, frame))
         return work
@@ -251,8 +255,11 @@ class Agent:
 
     # --- notes --------------------------------------------------------------------------------------------------
 
-    def post(self, to: int, payload: NotePayload, value: Any = None) -> bool:
-        """Sends an internal message that takes effect exactly once.  False: the receiver is gone."""
+    def post(self, to: int, payload: NotePayload, value: Any = None, soon: bool = False) -> bool:
+        """Sends an internal message that takes effect exactly once.  False: the receiver is gone.
+
+        With ``soon``, it waits a moment for another message that it can ride on.
+        """
         peer = self.peer(to)
         try:
             parcel = self.bodies.pack(peer, self.link_to(peer), value) if value is not None else values.EMPTY_PARCEL
@@ -262,7 +269,11 @@ class Agent:
             if peer.state is not PeerState.KNOWN:
                 return False
             note = self._outbox.post(to, payload, time.monotonic(), parcel, self._inbox.acks_for(to))
-        self._send_note(peer, (note, parcel))
+        if soon:
+            self.link_to(peer).post(note)
+            self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
+        else:
+            self._send_note(peer, (note, parcel))
         return True
 
     def _send_note(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
@@ -284,6 +295,16 @@ class Agent:
             self.note_handlers[type(note.payload)](
                 link.peer_id, note.payload, lambda: self._open(link, note.body, streamed)
             )
+
+    def take_part(self, worker: int, done: Callable[[], bool]) -> bool:
+        """Handles, on the calling thread, what that worker sends within moments; False if nothing comes, or another
+        thread reads it.  What runs users' functions is still left to the pool."""
+        for link in list(self.peer(worker).accepted):
+            work = link.take(done)
+            if work is not None:
+                self.pool.run_here(work)
+                return True
+        return False
 
     def _acknowledge(self, link: Link, _: Any) -> None:
         with self._lock:

@@ -15,8 +15,9 @@ class Clock:
     """Calls ``tick(now)`` at the time that the last call returned, or earlier when asked to."""
 
     def __init__(self, name: str, tick: Callable[[float], float]) -> None:
-        self.next_tick = 0.0
+        self._next_tick = 0.0
         self._tick = tick
+        self._lock = threading.Lock()
         self._changed = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._main, name=f"telegrad-{name}-clock", daemon=True)
@@ -25,8 +26,10 @@ class Clock:
         self._thread.start()
 
     def wake_before(self, when: float) -> None:
-        if when < self.next_tick:
-            self.next_tick = when
+        """Ticks at that time, if not before."""
+        if when < self._next_tick:
+            with self._lock:
+                self._next_tick = min(self._next_tick, when)
             self._changed.set()
 
     def close(self) -> None:
@@ -38,12 +41,16 @@ class Clock:
     def _main(self) -> None:
         while not self._closed:
             now = time.monotonic()
-            self.next_tick = math.inf  # whoever sets a deadline while we look at them must wake us
+            if now < self._next_tick:
+                self._changed.wait(self._next_tick - now)
+                self._changed.clear()
+                continue
+            with self._lock:
+                self._next_tick = math.inf  # whoever sets a deadline while we look at them is heard
             try:
-                self.next_tick = self._tick(now)
+                wanted = self._tick(now)
             except Exception:
                 log.exception("the clock failed in a tick")
-                self.next_tick = now + 1.0
-            # A wake_at that came during the tick set the event, so the next wait ends at once.
-            self._changed.wait(max(self.next_tick - time.monotonic(), 0.0))
-            self._changed.clear()
+                wanted = now + 1.0
+            with self._lock:
+                self._next_tick = min(self._next_tick, wanted)

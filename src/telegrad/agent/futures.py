@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -23,6 +24,22 @@ class Future(torch.futures.Future[Any]):
         if help_read is not None and not self.done():
             return help_read(super().wait)
         return super().wait()
+
+    def then(self, callback: Callable[[Any], Any]) -> Future:
+        """As torch's; the callback belongs to the worker and the autograd context in which ``then`` was called."""
+        result = Future()
+        around = contextvars.copy_context()
+
+        def run(_: Any) -> None:
+            try:
+                value = around.run(callback, self)
+            except Exception as error:
+                result.set_exception(error)
+            else:
+                result.set_result(value)
+
+        self.add_done_callback(run)
+        return result
 
     def set_exception(self, result: Any) -> None:
         """Each wait raises a copy: the traceback of the exception itself would hold the frames that wait, these the

@@ -34,6 +34,7 @@ class Link(Protocol):
     peer_id: int
     dialled: bool  # by this side
     last_heard: float  # when the peer, or its host, last gave a sign of life
+    brings_calls: bool  # and not only notes: a thread that served one looks out for the next
     lane_open: bool  # the peer can read our slabs
     held: dict[int, Any]  # the slabs that the peer has not given back, by number
 
@@ -50,6 +51,9 @@ class Link(Protocol):
 
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
+
+    def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
+        """What comes within moments, for the caller to run; None if nothing does, or another thread reads."""
 
     def close(self) -> None: ...
 
@@ -78,6 +82,7 @@ class StreamLink:
         self.peer_id = peer_id
         self.dialled = dialled
         self.last_heard = time.monotonic()
+        self.brings_calls = False
         self.lane_open = False
         self.held: dict[int, Any] = {}
         self._stream = stream
@@ -158,7 +163,7 @@ class StreamLink:
 
     def linger(self) -> Sequence[Work]:
         """Looks for the next request of a caller that just got its answer, without waking another thread for it."""
-        if self.dialled or self._closed or not self._reading.acquire(blocking=False):
+        if not self.brings_calls or self._closed or not self._reading.acquire(blocking=False):
             return ()
         try:
             self._pool.disarm(self._fd, self)
@@ -184,6 +189,18 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
         return True
+
+    def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
+        if self._closed or not self._reading.acquire(blocking=False):
+            return None
+        try:
+            self._pool.disarm(self._fd, self)
+            if self._spin.look(lambda: done() or self._glance()):
+                return () if done() else self._receive()
+        finally:
+            self._reading.release()
+            self._pool.arm(self._fd, self)
+        return None
 
     def _look(self) -> list[tuple[int, int]]:
         """What can be read within moments."""

@@ -35,6 +35,7 @@ class MemoryLink:
         self.peer_id = peer_id
         self.dialled = dialled
         self.last_heard = math.inf  # nobody is silent in here
+        self.brings_calls = False
         self.lane_open = False
         self.held: dict[int, Any] = {}
         self._agent = agent
@@ -70,6 +71,9 @@ class MemoryLink:
 
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         return False
+
+    def take(self, done: Callable[[], bool]) -> None:
+        return None
 
     def close(self) -> None:
         """The other end notices, as it would on a socket."""

@@ -81,6 +81,7 @@ class Outcomes:
 
     def _help(self, waiting: Waiting[Ticket]) -> None:
         ticket = waiting.ticket
+        self._pool.hand_over()
         if self._pool.runs_here():
             with self._pool.blocked():
                 ticket.link.help_read(ticket.settled, waiting.deadline)

@@ -335,6 +335,21 @@ class Pool:
             self._uncork()  # this one may take long
         self._run(work)
 
+    def run_here(self, work: Sequence[Work]) -> None:
+        """Runs it on the calling thread, which has nothing better to do; but users' functions as ever."""
+        mine = self._here.mine = deque(each for each in work if type(each) is not UserCall)
+        if len(mine) < len(work):
+            self.submit_all([each for each in work if type(each) is UserCall])
+        while mine:
+            self._run(mine.popleft())
+
+    def hand_over(self) -> None:
+        """Before the calling thread waits for something: what it has yet to run may be what it waits for."""
+        mine = getattr(self._here, "mine", None)
+        if mine:
+            self.submit_all(list(mine))
+            mine.clear()
+
     def _run(self, work: Work) -> None:
         self._taken += 1
         function, first, second = work

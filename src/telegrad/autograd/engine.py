@@ -15,6 +15,7 @@ Everything between workers is a note, so it takes effect once, whatever the netw
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -22,9 +23,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import copy_of, failure_of, rebuild
@@ -34,9 +34,13 @@ from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT, Job, State
 from telegrad.autograd.passes import Pass
+from telegrad.current import current_worker
 from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId
+from telegrad.wire.callables import export
 from telegrad.wire.messages import (
+    Body,
+    Call,
     Discover,
     DropContext,
     EndPass,
@@ -72,6 +76,7 @@ class Engine:
         self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
         agent.bodies.incoming = self.attach.incoming
         agent.lost_handlers.append(self._worker_lost)
+        agent.light_notes.add(DropContext)
         agent.note_handlers |= {
             Gradient: self._on_gradient,
             Finished: self._on_finished,
@@ -123,17 +128,18 @@ class Engine:
                 self._end_elsewhere(this, str(this.error))
 
     def _wait(self, this: Pass, deadline: float, timeout: float) -> None:
-        def wait() -> bool:
-            with this.changed:
-                return this.changed.wait_for(
-                    lambda: this.over or this.error is not None, max(min(deadline - time.monotonic(), 1e6), 0.0)
-                )
+        def ended() -> bool:
+            return this.over or this.error is not None
 
-        with this.lock:
-            ended = this.over or this.error is not None
-        if not ended:
-            ended = self._blocking(wait)
-        if not ended:
+        def wait() -> bool:
+            # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
+            while not ended() and (worker := this.awaited()) is not None:
+                if not self._agent.take_part(worker, ended):
+                    break
+            with this.changed:
+                return this.changed.wait_for(ended, max(min(deadline - time.monotonic(), 1e6), 0.0))
+
+        if not ended() and not self._blocking(wait):
             raise RpcTimeoutError(
                 f"backward did not end within {timeout:g} s. This worker: {this!r}{self._ask_around(this)}"
             )
@@ -151,6 +157,7 @@ class Engine:
 
     def _blocking(self, wait: Callable[[], bool]) -> bool:
         pool = self._agent.pool
+        pool.hand_over()
         if pool.runs_here():
             with pool.blocked():
                 return wait()
@@ -158,7 +165,19 @@ class Engine:
 
     def _ask_around(self, this: Pass) -> str:
         """What the other workers know of a pass that takes too long."""
-        return ""
+        asked = []
+        for peer in self._agent.peers:
+            if peer.links and peer.id != self._me:
+                with contextlib.suppress(TelegradError):
+                    asked.append(
+                        (peer.name, self._agent.start_call(peer, "describe_pass", 1.0, _ask, (*this.id, None)))
+                    )
+        texts = []
+        for name, waiting in asked:
+            with contextlib.suppress(TelegradError):
+                if text := self._agent.wait(waiting):
+                    texts.append(f". Worker {name!r}: {text}")
+        return "".join(texts)
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -239,13 +258,16 @@ class Engine:
             wanted.append(_ANCHOR_EDGE)
         if not wanted or not edges:
             return
-        results = torch.autograd.grad(
-            edges,
-            wanted,
-            gradients,
-            retain_graph=this.head.retain_graph,
-            create_graph=this.head.create_graph,
-            allow_unused=True,
+        # What torch.autograd.grad calls in the end.  That would check its arguments first, for 10 us, and import sympy
+        # to do so, the first time, for half a second.
+        results = _engine_run_backward(
+            tuple(edges),
+            tuple(gradients),
+            this.head.retain_graph,
+            this.head.create_graph,
+            tuple(wanted),
+            True,  # allow unused
+            accumulate_grad=False,
         )
         came = [this.gradients.pop(source, {}) for source in job.sources]
         given = [*gradients, *(tensor for parts in came for tensor in parts.values() if tensor is not None)]
@@ -482,7 +504,7 @@ class Engine:
         for this in [each for each in context.passes.values() if each is not None]:
             self._abort(this, TelegradError(f"context {context_id} has ended"))
         for worker in context.workers - {context.origin, self._me}:
-            self._agent.post(worker, DropContext(context_id))
+            self._agent.post(worker, DropContext(context_id), soon=True)
 
     def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
         self.drop(payload.context_id)
@@ -494,6 +516,17 @@ class Engine:
 
     def passes(self) -> Iterable[Pass]:
         return [this for context in self.registry for this in context.passes.values() if this is not None]
+
+
+def _ask(call_id: int, body: Body) -> Call:
+    return Call(call_id, f"{__name__}:describe_pass", body)
+
+
+@export
+def describe_pass(root: int, number: int) -> str:
+    """Runs on any worker: what it knows of a pass."""
+    engine = current_worker().autograd
+    return next((repr(this) for this in engine.passes() if this.id == (root, number)), "")
 
 
 class _Run:

@@ -109,6 +109,12 @@ class Pass:
         with self.changed:
             return self.changed.wait_for(lambda: message_id in self.gradients or self.error is not None)
 
+    def awaited(self) -> int | None:
+        """One of the workers that must speak before the pass can end."""
+        with self.lock:
+            waits = self.local.flow.awaited or self.plan.wave.awaited
+            return next(iter(waits), None)
+
     def zeros(self, message_id: int, part: int) -> Tensor | None:
         """For a tensor of a live message that itself got nothing, where FAST did not know: as PyTorch does."""
         node, output = self.context.sends[message_id].parts[part].next_functions[0]

@@ -107,6 +107,14 @@ class RRef(Generic[T]):
         """As ``rpc_sync``; the method returns an RRef to its result, which stays on the owner."""
         return _Proxy(self, self._references.worker.remote, timeout)
 
+    # --- its gradient -----------------------------------------------------------------------------------------
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs a backward from the value, on its owner: in that context, or, without one, as ``value.backward()``."""
+        self._references.worker.backward_of(self, dist_autograd_ctx_id, retain_graph)
+
+    # --- on its way -------------------------------------------------------------------------------------------
+
     def __telegrad_share__(self, to: int) -> RRefFork:
         if self._fork_id is not None:
             self._check_broken()

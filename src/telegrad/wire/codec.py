@@ -29,14 +29,14 @@ def stream_sizes(message: Message) -> list[int]:
     return [buffer for buffer in body.buffers if type(buffer) is int] if body is not None else []
 
 
-def complete(body: Body, streamed: list[Any], fetched: list[Any]) -> list[Any]:
-    """All buffers of a body in order: those in the header, those after it, those read from the peer's memory."""
-    if not streamed and not fetched:
+def complete(body: Body, streamed: list[Any], borrowed: list[Any]) -> list[Any]:
+    """All buffers of a body in order: those in the header, those after it, those in the peer's slabs."""
+    if not streamed and not borrowed:
         return list(body.buffers)
-    following, reading = iter(streamed), iter(fetched)
+    following, lying = iter(streamed), iter(borrowed)
     try:
         return [
-            buffer if type(buffer) is bytearray else next(following if type(buffer) is int else reading)
+            buffer if type(buffer) is bytearray else next(following if type(buffer) is int else lying)
             for buffer in body.buffers
         ]
     except StopIteration:

@@ -13,7 +13,7 @@ Barrier         shutdown           Reply or Failure    yes, the leader counts wo
 Reply, Failure  callee             nothing             an unknown call id is ignored
 Note            anyone             NoteAck             repeated until acknowledged; the receiver takes it once
 NoteAck         receiver of a Note nothing             yes
-Taken           receiver of a body nothing             yes
+Taken           receiver of a body nothing             never repeated: the slab may be out again
 Ping            dialler            Pong                yes
 Pong            listener           nothing             yes
 Goodbye         anyone             nothing             yes
@@ -163,7 +163,7 @@ class Goodbye(_Record, frozen=True, tag=9):
 
 
 class LaneOpen(_Record, frozen=True, tag=11):
-    """The sender can read the receiver's memory, which may leave big buffers there for it."""
+    """The sender can see the receiver's slabs, which may lay big buffers there for it."""
 
 
 class Barrier(_Record, frozen=True, tag=10):

@@ -51,8 +51,7 @@ EMPTY_PARCEL = Parcel()
 def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: Lane | None = None) -> Parcel:
     """Turns a value into a parcel for one peer.
 
-    ``encode_tree`` tries the tree, so that its failure is known here.  Big buffers go by the lane, if it
-    is open.
+    ``encode_tree`` tries the tree, so that its failure is known here.  Big buffers go by the lane, if there is one.
     """
     packed = Packed(lane)
     pickle_buffers: tuple[int, ...] = ()
