@@ -32,7 +32,7 @@ from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry, Scope
 from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.leaves import Leaves
-from telegrad.autograd.local_pass import ROOT, Job, State
+from telegrad.autograd.local_pass import ROOT, Job
 from telegrad.autograd.passes import Pass
 from telegrad.current import current_worker
 from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError, WorkerLostError
@@ -108,7 +108,7 @@ class Engine:
             self._running.add(number)
             floor = min(self._running)
         head = PassHead(GlobalId(self._me, number), context.id, retain_graph, create_graph, fast, floor)
-        this = Pass(self._me, head, context, roots, gradients)
+        this = Pass(self._me, head, context, self._name, roots, gradients)
         context.passes[this.id] = this
         try:
             with this.lock:
@@ -143,17 +143,22 @@ class Engine:
             raise RpcTimeoutError(
                 f"backward did not end within {timeout:g} s. This worker: {this!r}{self._ask_around(this)}"
             )
-        if this.error is not None:
+        if not this.over:
+            assert this.error is not None
             raise copy_of(this.error)
+        if any(report.missing for report in this.local.reports.values()):
+            raise self._nothing_came(this)
+
+    def _nothing_came(self, this: Pass) -> MissingGradientError:
+        """The pass is over, and somebody still waits."""
         missing = [
             f"on worker {self._name(report.worker)}: {what}"
             for report in this.local.reports.values()
             for what in report.missing
         ]
-        if missing:
-            raise MissingGradientError(
-                f"{len(missing)} sends got no gradient, so FAST cannot finish (SMART can): {'; '.join(missing)}"
-            )
+        return MissingGradientError(
+            f"{len(missing)} sends got no gradient, so FAST cannot finish (SMART can): {'; '.join(missing)}"
+        )
 
     def _blocking(self, wait: Callable[[], bool]) -> bool:
         pool = self._agent.pool
@@ -276,18 +281,19 @@ class Engine:
     def gradient_for(self, this: Pass, job: Job, message_id: int, part: int) -> Tensor | None:
         """Called by torch's engine: waits for what comes from the other end of a send."""
         with this.lock:
-            if message_id not in this.gradients:
+            here_already = message_id in this.gradients
+            if not here_already:
                 this.local.blocked(job, message_id)
                 notes, jobs = self._next_steps(this)
-            else:
-                notes, jobs = [], []
-        if job.state is State.BLOCKED or notes:
+        if not here_already:
             for other in jobs:
                 self._agent.pool.submit((self._run, this, other))
             self._carry_out(this, notes, [])
             self._blocking(lambda: this.wait_for(message_id))
         if this.error is not None:
             raise copy_of(this.error)
+        if this.over:
+            raise self._nothing_came(this)
         parts = this.gradients[message_id]
         return parts[part] if part in parts else this.zeros(message_id, part)
 
@@ -295,6 +301,8 @@ class Engine:
         """Called by torch's engine: sends what a recv got to the other end."""
         parts = this.recv_parts(job, node)
         with this.lock:
+            if this.error is not None:
+                raise copy_of(this.error)
             counted = this.local.flow.sent(recv.sender)
             this.told.add(recv.sender)
         payload = Gradient(this.head, recv.message_id, tuple(parts), counted)
@@ -314,7 +322,7 @@ class Engine:
             for old in [old for old in context.passes if old[0] == pass_id[0] and old[1] < head.floor]:
                 del context.passes[old]  # they are over
             if pass_id not in context.passes:
-                context.passes[pass_id] = Pass(self._me, head, context)
+                context.passes[pass_id] = Pass(self._me, head, context, self._name)
             found: Pass | None = context.passes[pass_id]
             return found
 
@@ -417,7 +425,7 @@ class Engine:
     def _fail(self, this: Pass, error: BaseException) -> None:
         """The pass cannot end well.  The first reason counts; the root hears of it, and ends the pass everywhere."""
         with this.lock:
-            if this.error is not None or this.over:
+            if this.error is not None:
                 return
             this.error = error
             this.changed.notify_all()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class Pass:
         worker: int,
         head: PassHead,
         context: Context,
+        name_of: Callable[[int], str],
         roots: Sequence[GradientEdge] = (),
         root_gradients: Sequence[Tensor] = (),
     ) -> None:
@@ -33,6 +34,7 @@ class Pass:
         self.id = GlobalId(*head.pass_id)
         self.is_root = self.id.created_on == worker
         self.context = context
+        self._name_of = name_of
         self.roots = roots
         self.root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots]
         self.root_gradients = root_gradients
@@ -107,7 +109,7 @@ class Pass:
 
     def wait_for(self, message_id: int) -> bool:
         with self.changed:
-            return self.changed.wait_for(lambda: message_id in self.gradients or self.error is not None)
+            return self.changed.wait_for(lambda: message_id in self.gradients or self.error is not None or self.over)
 
     def awaited(self) -> int | None:
         """One of the workers that must speak before the pass can end."""
@@ -141,7 +143,7 @@ class Pass:
         send = self.context.sends[source]
         came = self.gradients.get(source, {})
         what = ", ".join(send.describe(part) for part in range(len(send.parts)) if part not in came)
-        return f"message {source} to worker {send.to} ({what})"
+        return f"message {source} to worker {self._name_of(send.to)} ({what})"
 
     def __repr__(self) -> str:
         state = f", failed: {self.error}" if self.error is not None else ", over" if self.over else ""
