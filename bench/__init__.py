@@ -1,14 +1,14 @@
-"""The benchmark: telegrad and ``torch.distributed.rpc`` side by side, in one run, next to what the machine can do.
+"""The benchmark: telegrad and ``torch.distributed`` side by side, in one run, next to what the machine can do.
 
     row         what a row is: a timed operation, how often it runs, and the speed-up it must reach
     library     the two libraries as namespaces with the same names
     rows/       one small file per row, written once and run unchanged on both libraries
-    limits      the raw figures of the same run: a Unix-socket round trip, a memcpy
+    limits      the raw figures of the same run: a Unix-socket round trip, a memcpy, ``torch.autograd.grad``
     measure     the timing loop; every reply is checked, outside the timed region
+    results     the samples of a run: row, side, round
     protocol    what the parent and its workers say to each other
     worker      ``python -m bench.worker``: one caller or callee
-    side        the parent's end of one pair of workers; every wait has a timeout
-    results     the samples of a run: row, side, round
+    side        the parent's end of one caller and its callees; every wait has a timeout
     schedule    the interleaving of rows, sides and rounds
     stats       medians, percentiles, ratios
     verdict     the samples against the floors and goals

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         (arguments.out / "latest.json").write_text(text + "\n")
         (arguments.out / "latest.md").write_text(markdown.page(machine, verdict))
         picture.draw(arguments.out / "latest.png", machine, verdict)
+        picture.draw_autograd(arguments.out / "latest-autograd.png", machine, verdict)
         if arguments.out == _RESULTS and arguments.complete and not verdict.failures:
             _README.write_text(markdown.replace_block(_README.read_text(), markdown.block(machine, verdict)))
     else:
@@ -64,15 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=main.__doc__)
     parser.add_argument("--rounds", type=_positive, default=7, help="rounds, at least 5 for a result to keep (7)")
-    parser.add_argument("--rows", type=_rows, metavar="NAME,NAME", help=f"only these of {', '.join(ROWS)}")
+    parser.add_argument("--rows", type=_rows, metavar="NAME,NAME", help=f"only these of {', '.join(_NAMES)}")
     parser.add_argument(
         "--quick", action="store_true", help="one round, few calls, no big tensors: does it run at all?"
     )
     parser.add_argument("--only", choices=list(LIBRARIES), help="only one library, without ratios")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a floor is missed")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write latest.json, .md and .png")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write latest.json, .md and the pictures")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a side's start, and for a row (60)")
-    parser.add_argument("--budget", type=float, default=300.0, help="start no round that would end after this (300 s)")
+    parser.add_argument("--budget", type=float, default=340.0, help="start no round that would end after this (340 s)")
     arguments = parser.parse_args(argv)
     arguments.complete = not (arguments.quick or arguments.only or arguments.rows)
     if arguments.rows is None:
@@ -84,9 +85,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _rows(text: str) -> list[Row]:
     names = [name.strip() for name in text.split(",")]
-    if unknown := [name for name in names if name not in ROWS]:
-        raise argparse.ArgumentTypeError(f"no row is called {', '.join(unknown)}; there are {', '.join(ROWS)}")
-    return [row for row in ROWS.values() if row.name in names]
+    if unknown := [name for name in names if name not in _NAMES]:
+        raise argparse.ArgumentTypeError(f"no row is called {', '.join(unknown)}; there are {', '.join(_NAMES)}")
+    return [row for row in ROWS.values() if _name(row) in names]
+
+
+def _name(row: Row) -> str:
+    """By which a row is chosen; the points of a curve are chosen together."""
+    return row.name if row.point is None else row.point.curve
+
+
+_NAMES = list(dict.fromkeys(map(_name, ROWS.values())))
 
 
 def _positive(text: str) -> int:

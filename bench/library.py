@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 __all__ = ["LIBRARIES", "Library"]
@@ -20,6 +20,8 @@ class Library:
 
     name: str
     package: str
+    fast: bool = False
+    """Whether ``backward`` runs in telegrad's FAST mode; torch knows no other."""
 
     @cached_property
     def rpc(self) -> Any:
@@ -30,6 +32,11 @@ class Library:
     def autograd(self) -> Any:
         """``context``, ``backward``, ``get_gradients``."""
         return importlib.import_module(f"{self.package}.autograd")
+
+    @cached_property
+    def backward(self) -> Any:
+        """``autograd.backward`` in the mode that is being measured."""
+        return partial(self.autograd.backward, mode="fast") if self.fast else self.autograd.backward
 
     @cached_property
     def optim(self) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.row import Case, Plan, WrongReplyError
+from bench.rows.graphs import NODES, Graph, expected, make_graph
 
 __all__ = ["LIMITS", "Limit", "answer_round_trips"]
 
@@ -71,10 +72,32 @@ class _Memcpy(Case[torch.Tensor]):
             raise WrongReplyError(f"copy {index} differs from its source")
 
 
+class _PlainBackward(Case[tuple[torch.Tensor, ...]]):
+    """What ``backward`` of a context without any call does, by torch's own engine alone."""
+
+    held = 1
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._graph: Graph | None = None
+
+    def prepare(self, index: int) -> None:
+        self._graph = make_graph(NODES, index)
+
+    def run(self, index: int) -> tuple[torch.Tensor, ...]:
+        assert self._graph is not None
+        return torch.autograd.grad(self._graph.loss, self._graph.leaves)
+
+    def check(self, index: int, reply: tuple[torch.Tensor, ...]) -> None:
+        for gradient, right in zip(reply, expected(NODES, index), strict=True):
+            if not torch.equal(gradient, right):
+                raise WrongReplyError(f"backward {index} gave {gradient}, not {right}")
+
+
 LIMITS = {
     limit.name: limit
     for limit in (
         Limit("round_trip", "raw Unix-socket round trip", _RoundTrip, Plan(warmup=100, samples=400), Plan(5, 20)),
         Limit("memcpy", "memcpy into reused memory", _Memcpy, Plan(2, 8), Plan(1, 2), payload=_MEMCPY_BYTES),
+        Limit("plain_backward", "torch.autograd.grad", _PlainBackward, Plan(warmup=3, samples=20), Plan(1, 3)),
     )
 }

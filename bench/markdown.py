@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from bench.machine import Machine
-from bench.table import LIMIT_HEADINGS, SPEED_HEADINGS, limit_cells, notes, speed_cells
+from bench.table import TEXT_HEADINGS, Table, notes, tables
 from bench.verdict import Verdict
 
 __all__ = ["BEGIN", "END", "block", "page", "replace_block"]
 
 BEGIN, END = "<!-- bench -->", "<!-- /bench -->"
-_README_COLUMNS = 7  # the first ones of the table of speed-ups: floors, goals and marks are for developers
 
 
 def page(machine: Machine, verdict: Verdict) -> str:
     """The whole page."""
     blocks = [
-        "# Benchmark: telegrad against torch.distributed.rpc",
+        "# Benchmark: telegrad against torch.distributed",
         f"{machine}. Load before the run: {machine.load:g}. Made with `python -m bench`.",
-        _table(SPEED_HEADINGS, [speed_cells(line) for line in verdict.lines]),
-        "Against the raw limits of the same rounds:",
-        _table(LIMIT_HEADINGS, [limit_cells(near) for near in verdict.nearness]),
+        *(_text(table, len(table.headings)) for table in tables(verdict)),
         *notes(verdict),
     ]
     blocks += [f"Failed: {failure.side} in {failure.row}; the row is not complete." for failure in verdict.failures]
@@ -28,9 +25,10 @@ def page(machine: Machine, verdict: Verdict) -> str:
 
 def block(machine: Machine, verdict: Verdict) -> str:
     """What the README shows of it."""
-    table = _table(SPEED_HEADINGS[:_README_COLUMNS], [speed_cells(line)[:_README_COLUMNS] for line in verdict.lines])
-    how, tails, _ = notes(verdict)
-    return f"{table}\n\n{machine}. {how} {tails} More in [bench/results/latest.md](bench/results/latest.md)."
+    shown = "\n\n".join(_text(table, table.brief) for table in tables(verdict))
+    return (
+        f"{shown}\n\n{machine}. {' '.join(notes(verdict))} More in [bench/results/latest.md](bench/results/latest.md)."
+    )
 
 
 def replace_block(readme: str, text: str) -> str:
@@ -42,6 +40,8 @@ def replace_block(readme: str, text: str) -> str:
     return f"{before}{begin}\n\n{text}\n\n{end}{after}"
 
 
-def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    rule = tuple("---" if heading in ("row", "raw limit", "mark") else "---:" for heading in headings)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headings, rule, *rows))
+def _text(table: Table, columns: int) -> str:
+    """The title and the first columns."""
+    rule = tuple("---" if heading in TEXT_HEADINGS else "---:" for heading in table.headings)
+    lines = [cells[:columns] for cells in (table.headings, rule, *table.rows)]
+    return f"{table.title}:\n\n" + "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

@@ -21,6 +21,8 @@ class Measure:
     name: str
     plan: Plan
     timeout: float
+    fast: bool = False
+    """Whether telegrad's backward passes run in FAST mode."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,6 @@ class Failed:
 
 @dataclass(frozen=True)
 class Stop:
-    """Parent: leave the job together with your peer, and exit."""
+    """Parent: leave the job together with your peers, and exit."""
 
     timeout: float

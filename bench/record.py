@@ -9,7 +9,7 @@ from bench.machine import Machine
 from bench.results import Results
 from bench.row import Row
 from bench.stats import Ratio, summary
-from bench.verdict import Line, Mark, Nearness, Verdict
+from bench.verdict import MODE_FLOOR, MODE_GOAL, Growth, Line, Mark, Modes, Nearness, Verdict
 
 __all__ = ["record"]
 
@@ -22,6 +22,8 @@ def record(machine: Machine, results: Results, verdict: Verdict) -> dict[str, An
         "seconds": round(verdict.seconds, 1),
         "rows": {line.row.name: _row(line, results) for line in verdict.lines},
         "limits": {near.row.name: _nearness(near) for near in verdict.nearness},
+        "modes": {modes.row.name: _modes(modes) for modes in verdict.modes},
+        "growth": {growth.name: _growth(growth) for growth in verdict.growth},
         "misses": verdict.misses,
         "failures": [asdict(failure) for failure in verdict.failures],
     }
@@ -52,6 +54,33 @@ def _nearness(near: Nearness) -> dict[str, Any]:
         "raw": asdict(near.raw),
         "sides": {side: _ratio(value) for side, value in near.sides.items()},
         "mark": _mark(near.mark),
+    }
+
+
+def _modes(modes: Modes) -> dict[str, Any]:
+    return {
+        "title": modes.row.title,
+        "floor": MODE_FLOOR,
+        "goal": MODE_GOAL,
+        "smart_over_fast": asdict(modes.ratio),
+        "smart": asdict(modes.smart),
+        "fast": asdict(modes.fast),
+        "mark": modes.mark.value,
+    }
+
+
+def _growth(growth: Growth) -> dict[str, Any]:
+    return {
+        "title": growth.title,
+        "unit": growth.unit,
+        "sides": {
+            side: {
+                "exponent": curve.exponent,
+                "last_exponent": curve.last_exponent,
+                "points": [{"size": size, "seconds": seconds} for size, seconds in curve.points],
+            }
+            for side, curve in growth.curves.items()
+        },
     }
 
 

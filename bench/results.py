@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["RAW", "Failure", "Results", "Rounds"]
+__all__ = ["FAST", "RAW", "Failure", "Results", "Rounds"]
 
 RAW = "raw"
 """The side that measures the limits."""
+
+FAST = "fast"
+"""Under this name stand telegrad's samples in FAST mode, next to those of its default, SMART."""
 
 Rounds = list[list[float]]
 """Seconds of each timed call, round by round."""

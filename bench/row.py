@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 if TYPE_CHECKING:
     from bench.library import Library
 
-__all__ = ["Case", "Near", "Plan", "Row", "WrongReplyError"]
+__all__ = ["CALLEES", "CALLER", "Case", "Near", "Plan", "Point", "Row", "WrongReplyError"]
+
+CALLER = "caller"
+CALLEES = ("callee", "callee2", "callee3")
+"""The workers of a side, in the order of their ranks.  Only as many callees run as the selected rows need."""
 
 ReplyT = TypeVar("ReplyT")
 
@@ -64,20 +68,37 @@ class Near:
 
 
 @dataclass(frozen=True)
+class Point:
+    """What makes a row one point of a curve: how the time of an operation grows with the size of its task."""
+
+    curve: str
+    title: str
+    unit: str
+    """What the size counts."""
+    size: int
+
+
+@dataclass(frozen=True)
 class Row:
     """A line of the table."""
 
     name: str
     title: str
     case: Callable[[Library, str], Case[Any]]
-    """Makes the case for a library and the callee's name."""
+    """Makes the case for a library and the first callee's name."""
     plan: Plan
     quick: Plan | None
     """The counts of ``--quick``; ``None`` leaves the row out of it."""
-    floor: float
-    goal: float
+    floor: float | None = None
+    """How many times as fast as torch telegrad must be; ``None`` where the table only shows the figure."""
+    goal: float | None = None
     calls_per_sample: int = 1
     """More than one makes the row a rate: calls per second instead of a latency."""
     payload: int = 0
     """Bytes of tensor that one call carries, there and back together."""
     near: Near | None = None
+    workers: int = 2
+    """How many of a side's workers take part, the caller included."""
+    modes: bool = False
+    """Whether telegrad runs the row a second time in each round, with the backward pass in its FAST mode."""
+    point: Point | None = None

@@ -2,8 +2,8 @@
 
 The sides take turns within each row of each round, in reverse order in every second round:
 
-    round 1   empty_call: telegrad torch raw | small_tensor: telegrad torch | echo_1mb: telegrad torch raw | ...
-    round 2   empty_call: raw torch telegrad | small_tensor: torch telegrad | echo_1mb: raw torch telegrad | ...
+    round 1   empty_call: telegrad torch raw | small_tensor: telegrad torch | context_small: telegrad fast torch | ...
+    round 2   empty_call: raw torch telegrad | small_tensor: torch telegrad | context_small: torch fast telegrad | ...
 
 A ratio is taken within one row of one round, between figures that are at most seconds old, and neither side always
 profits from coming first.
@@ -17,11 +17,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from bench.limits import LIMITS
-from bench.results import RAW, Failure, Results
+from bench.results import FAST, RAW, Failure, Results
 from bench.row import Plan, Row
 from bench.side import Side, SideFailedError
 
 __all__ = ["Schedule", "run"]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one side does in one row of one round."""
+
+    column: str
+    """Under which name the results keep it."""
+    name: str
+    """The row's, or that of the limit next to it."""
+    plan: Plan
+    fast: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,21 +49,29 @@ class Schedule:
     budget: float
     """No further round starts when it would end, at the last one's pace, after this many seconds."""
 
-    def plan(self, row: Row, side: str) -> tuple[str, Plan] | None:
-        """What a side does in a row: the name and counts of the row, or of the limit next to it, or nothing."""
-        if side != RAW:
-            return row.name, (row.quick or row.plan) if self.quick else row.plan
-        if row.near is None:
-            return None
-        limit = LIMITS[row.near.limit]
-        return limit.name, limit.quick if self.quick else limit.plan
+    @property
+    def workers(self) -> int:
+        """How many workers each library needs: as many as the most demanding row."""
+        return max((row.workers for row in self.rows), default=2)
+
+    def turns(self, row: Row, side: str) -> list[Turn]:
+        """What a side does in a row: the row, once or in both modes, or the limit next to it, or nothing."""
+        if side == RAW:
+            limit = LIMITS[row.near.limit] if row.near is not None else None
+            return [Turn(RAW, limit.name, limit.quick if self.quick else limit.plan)] if limit is not None else []
+        plan = row.quick if self.quick and row.quick is not None else row.plan
+        turns = [Turn(side, row.name, plan)]
+        if row.modes and side == "telegrad":
+            turns.append(Turn(FAST, row.name, plan, fast=True))
+        return turns
 
 
 def run(schedule: Schedule, tell: Callable[[str], None]) -> Results:
     """Run it all.  ``SideFailedError`` when a side does not even start; later failures are in the results."""
     results = Results()
     started = time.monotonic()
-    sides = [Side(name, schedule.timeout) for name in (*schedule.libraries, RAW)]
+    sides = [Side(name, schedule.timeout, schedule.workers) for name in schedule.libraries]
+    sides.append(Side(RAW, schedule.timeout))
     with ExitStack() as stack:
         for side in sides:
             stack.callback(side.kill)
@@ -73,9 +93,9 @@ def _rounds(
     rows = list(schedule.rows)
     for index in range(schedule.rounds):
         round_started = time.monotonic()
-        order = sides if index % 2 == 0 else sides[::-1]
         for row in list(rows):
-            if not _one_round(schedule, row, order, results, tell):
+            turns = [(side, turn) for side in sides for turn in schedule.turns(row, side.name)]
+            if not _one_round(row, turns if index % 2 == 0 else turns[::-1], results, tell):
                 rows.remove(row)
         now = time.monotonic()
         tell(f"round {index + 1} of {schedule.rounds}: {now - round_started:.1f} s")
@@ -84,17 +104,12 @@ def _rounds(
             return
 
 
-def _one_round(
-    schedule: Schedule, row: Row, order: Sequence[Side], results: Results, tell: Callable[[str], None]
-) -> bool:
+def _one_round(row: Row, turns: Sequence[tuple[Side, Turn]], results: Results, tell: Callable[[str], None]) -> bool:
     """One row of one round; False if a side failed in it."""
     samples: dict[str, list[float]] = {}
-    for side in order:
-        job = schedule.plan(row, side.name)
-        if job is None:
-            continue
+    for side, turn in turns:
         try:
-            samples[side.name] = side.measure(*job)
+            samples[turn.column] = side.measure(turn.name, turn.plan, turn.fast)
         except SideFailedError as error:
             results.failures.append(Failure(side.name, row.name, str(error)))
             tell(f"{side.name} failed in {row.name}; the row is left out from here on")

@@ -1,7 +1,7 @@
-"""The parent's end of one side: a caller and a callee process that live through the whole run.
+"""The parent's end of one side: a caller and its callees, processes that live through the whole run.
 
 Every wait has a timeout.  A side that misses one is asked for its stacks (``SIGUSR1``, see ``worker``), killed, and
-reported as ``SideFailedError``; the next order starts a fresh pair.
+reported as ``SideFailedError``; the next order starts fresh ones.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO
 
 from bench.protocol import Done, Failed, Measure, Ready, Stop
-from bench.row import Plan
-from bench.worker import CALLEE, CALLER
+from bench.results import RAW
+from bench.row import CALLEES, CALLER, Plan
 
 __all__ = ["Side", "SideFailedError"]
 
@@ -32,7 +32,7 @@ _LOG_TAIL = 12_000
 
 
 class SideFailedError(Exception):
-    """A side hung, died, or answered wrongly.  The text has what was asked, the error, and the stacks of both ends."""
+    """A side hung, died, or answered wrongly.  The text has what was asked, the error, and all workers' stacks."""
 
 
 @dataclass
@@ -59,9 +59,10 @@ class _Worker:
 class Side:
     """``name`` is a library's, or ``"raw"``; ``timeout`` is for the start, and for each order."""
 
-    def __init__(self, name: str, timeout: float) -> None:
+    def __init__(self, name: str, timeout: float, workers: int = 2) -> None:
         self.name = name
         self.timeout = timeout
+        self.roles = (CALLER, *CALLEES)[:workers]
         self._workers: list[_Worker] = []
         self._ready = False
 
@@ -70,34 +71,35 @@ class Side:
         return f"<Side {self.name}: {states or 'not running'}>"
 
     def spawn(self) -> None:
-        """Start both processes and return at once, so that all sides can come up at the same time."""
+        """Start the processes and return at once, so that all sides can come up at the same time."""
         self._ready = False
         port = str(_free_port())
-        ends = socket.socketpair()
-        for role, end in zip((CALLER, CALLEE), ends, strict=True):
+        ends = socket.socketpair() if self.name == RAW else (None,) * len(self.roles)
+        for role, end in zip(self.roles, ends, strict=True):
             self._workers.append(self._start(role, end, port))
-            end.close()
+            if end is not None:
+                end.close()
 
     def wait_ready(self) -> None:
-        """Wait until both processes have found each other."""
+        """Wait until the processes have found each other."""
         for worker in self._workers:
             self._expect(worker, Ready, "starting")
         self._ready = True
 
-    def measure(self, name: str, plan: Plan) -> list[float]:
+    def measure(self, name: str, plan: Plan, fast: bool = False) -> list[float]:
         """Run one row or raw limit; the seconds of each timed call."""
         if not self._workers:
             self.spawn()
         if not self._ready:
             self.wait_ready()
         caller = self._workers[0]
-        self._send(caller, Measure(name, plan, self.timeout), name)
+        self._send(caller, Measure(name, plan, self.timeout, fast), name)
         reply = self._expect(caller, Done, name)
         assert isinstance(reply, Done)
         return reply.samples
 
     def stop(self) -> str | None:
-        """Let the pair leave its job in order, or kill it; what went wrong, if anything did."""
+        """Let the workers leave their job in order, or kill them; what went wrong, if anything did."""
         deadline = time.monotonic() + _STOP_TIMEOUT
         problem = None
         try:
@@ -119,17 +121,21 @@ class Side:
         return problem
 
     def kill(self) -> None:
-        """End both processes now."""
+        """End the processes now."""
         for worker in self._workers:
             worker.close()
         self._workers.clear()
         self._ready = False
 
-    def _start(self, role: str, peer: socket.socket, port: str) -> _Worker:
+    def _start(self, role: str, peer: socket.socket | None, port: str) -> _Worker:
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
         command = [sys.executable, "-m", "bench.worker", "--side", self.name, "--role", role]
-        command += ["--orders", str(theirs.fileno()), "--peer", str(peer.fileno()), "--timeout", str(self.timeout)]
+        command += ["--workers", str(len(self.roles)), "--orders", str(theirs.fileno()), "--timeout", str(self.timeout)]
+        handed_on = [theirs.fileno()]
+        if peer is not None:
+            command += ["--peer", str(peer.fileno())]
+            handed_on.append(peer.fileno())
         paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
@@ -143,7 +149,7 @@ class Side:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            pass_fds=(theirs.fileno(), peer.fileno()),
+            pass_fds=handed_on,
         )
         theirs.close()
         return _Worker(role, process, Connection(ours.detach()), log)
@@ -167,7 +173,7 @@ class Side:
         return reply
 
     def _fail(self, asked: str, problem: str) -> SideFailedError:
-        """Collect the stacks of both ends, kill them, and put it all into one error."""
+        """Collect the stacks of all workers, kill them, and put it all into one error."""
         running = [worker for worker in self._workers if worker.process.poll() is None]
         for worker in running:
             worker.process.send_signal(signal.SIGUSR1)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, linear_regression, median
 
-__all__ = ["Ratio", "Summary", "percentile", "ratio", "summary"]
+__all__ = ["Ratio", "Summary", "exponent", "percentile", "ratio", "summary"]
 
 _ENOUGH_FOR_P99 = 1000
 
@@ -60,3 +60,8 @@ def ratio(over: Sequence[Sequence[float]], under: Sequence[Sequence[float]]) -> 
     tops, bottoms = [median(samples) for samples in over], [median(samples) for samples in under]
     each = [top / bottom for top, bottom in zip(tops, bottoms, strict=True)]
     return Ratio(median(tops) / median(bottoms), min(each), max(each))
+
+
+def exponent(points: Sequence[tuple[int, float]]) -> float:
+    """How y grows with x: the slope of log y over log x by least squares.  1 is linear, 2 is quadratic."""
+    return linear_regression([math.log(x) for x, _ in points], [math.log(y) for _, y in points]).slope

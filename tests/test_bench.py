@@ -7,12 +7,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import telegrad.rpc
 
@@ -28,8 +30,11 @@ from bench.record import record  # noqa: E402
 from bench.results import Failure, Results  # noqa: E402
 from bench.row import Case, Plan, WrongReplyError  # noqa: E402
 from bench.rows import ROWS  # noqa: E402
+from bench.rows.graphs import expected, make_graph  # noqa: E402
+from bench.rows.local_backward import LocalGraph  # noqa: E402
+from bench.schedule import Schedule  # noqa: E402
 from bench.side import Side, SideFailedError  # noqa: E402
-from bench.stats import Ratio, percentile, ratio, summary  # noqa: E402
+from bench.stats import Ratio, exponent, percentile, ratio, summary  # noqa: E402
 from bench.units import duration, limit_figure, row_figure  # noqa: E402
 from bench.verdict import Mark, judge  # noqa: E402
 
@@ -58,6 +63,10 @@ class TestStats:
     def test_rounds_that_do_not_pair_up_are_an_error(self) -> None:
         with pytest.raises(ValueError, match="2 rounds do not pair up with 1"):
             ratio([[1.0], [1.0]], [[1.0]])
+
+    @pytest.mark.parametrize("power", [0.0, 1.0, 2.0])
+    def test_exponent_of_a_power(self, power: float) -> None:
+        assert exponent([(size, 3e-6 * size**power) for size in (1, 10, 300, 1000)]) == pytest.approx(power)
 
 
 def results(*, telegrad: float, torch: float = 1.0, raw: float = 0.1, row: str = "empty_call") -> Results:
@@ -108,6 +117,116 @@ class TestVerdict:
         assert verdict.misses == []
 
 
+class TestModesAndGrowth:
+    @pytest.mark.parametrize(
+        ("smart", "mark"), [(1.2, Mark.GOAL), (1.25, Mark.GOAL), (1.4, Mark.FLOOR), (2, Mark.BELOW)]
+    )
+    def test_marks_of_smart_against_fast(self, smart: float, mark: Mark) -> None:
+        (modes,) = judge(ROWS.values(), in_both_modes(smart)).modes
+        assert modes.mark is mark
+        assert modes.ratio.value == pytest.approx(smart)
+
+    def test_smart_that_is_too_slow_is_a_miss(self) -> None:
+        misses = judge(ROWS.values(), in_both_modes(2.0)).misses
+        assert misses == ["context, one small call: SMART takes 2.00× FAST, the floor is 1.5×"]
+
+    def test_fast_is_no_library(self) -> None:
+        (line,) = judge(ROWS.values(), in_both_modes(1.0)).lines
+        assert set(line.sides) == {"telegrad", "torch"}
+
+    def test_a_row_without_floor_is_only_shown(self) -> None:
+        # Slower than torch in the median and in the tail, but near enough to torch.autograd.grad.
+        verdict = judge(ROWS.values(), results(telegrad=0.12, torch=0.1, raw=0.1, row="local_backward"))
+        assert verdict.lines[0].mark is None
+        assert verdict.nearness[0].mark is Mark.FLOOR
+        assert verdict.misses == []
+
+    def test_a_local_backward_that_is_too_slow_is_a_miss(self) -> None:
+        verdict = judge(ROWS.values(), results(telegrad=0.14, torch=1.0, raw=0.1, row="local_backward"))
+        assert verdict.misses == ["backward of 1,600 local nodes: 1.40× the torch.autograd.grad, the floor is 1.3×"]
+
+    def test_points_make_curves(self) -> None:
+        verdict = judge(ROWS.values(), growing())
+        sends, nodes = verdict.growth
+        assert [size for size, _ in sends.curves["telegrad"].points] == [1, 10, 100, 300, 1000]
+        assert [size for size, _ in nodes.curves["torch"].points] == [1600, 5000, 16000, 50000]
+        assert sends.curves["telegrad"].exponent == pytest.approx(1.0)
+        assert sends.curves["torch"].last_exponent == pytest.approx(2.0)
+        assert verdict.lines == []
+
+    def test_one_point_has_no_exponent(self) -> None:
+        (sends,) = judge(ROWS.values(), results(telegrad=1.0, row="sends_10")).growth
+        assert sends.curves["telegrad"].exponent is None
+
+
+def in_both_modes(smart: float) -> Results:
+    """A row in which SMART takes so many times as long as FAST."""
+    found = results(telegrad=smart, torch=100.0, row="context_small")
+    found.rows["context_small"]["fast"] = results(telegrad=1.0).rows["empty_call"]["telegrad"]
+    return found
+
+
+def growing() -> Results:
+    """Curves: telegrad's are linear, torch's quadratic."""
+    found = Results()
+    for row in ROWS.values():
+        if row.point is not None:
+            size = row.point.size
+            found.add_round(row.name, {"telegrad": [size * 1e-6], "torch": [size**2 * 1e-9]})
+    return found
+
+
+class TestSchedule:
+    def schedule(self, *names: str, quick: bool = False) -> Schedule:
+        rows = [ROWS[name] for name in names]
+        return Schedule(rows, ["telegrad", "torch"], rounds=1, quick=quick, timeout=1.0, budget=1.0)
+
+    def test_only_a_row_that_needs_them_has_more_workers_started(self) -> None:
+        assert self.schedule("empty_call", "context_fan_out").workers == 2
+        assert self.schedule("empty_call", "context_chain").workers == 4
+
+    def test_telegrad_runs_in_both_modes_and_torch_in_its_only_one(self) -> None:
+        schedule, row = self.schedule("context_small"), ROWS["context_small"]
+        assert [(turn.column, turn.fast) for turn in schedule.turns(row, "telegrad")] == [
+            ("telegrad", False),
+            ("fast", True),
+        ]
+        assert [(turn.column, turn.fast) for turn in schedule.turns(row, "torch")] == [("torch", False)]
+        assert schedule.turns(row, "raw") == []
+
+    def test_the_raw_side_measures_the_limit_next_to_a_row(self) -> None:
+        (turn,) = self.schedule("local_backward", quick=True).turns(ROWS["local_backward"], "raw")
+        assert (turn.column, turn.name, turn.plan) == ("raw", "plain_backward", LIMITS["plain_backward"].quick)
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("nodes", [50, 1600])
+    def test_a_graph_has_as_many_nodes_as_asked_for(self, nodes: int) -> None:
+        seen, todo = set(), [make_graph(nodes, 0).loss.grad_fn]
+        while todo:
+            node = todo.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                todo += [following for following, _ in node.next_functions]
+        assert len(seen) == nodes
+
+    def test_a_stale_gradient_is_noticed(self) -> None:
+        task = LocalGraph(50)
+        task.forward(1)
+        right = dict(zip(task._leaves, expected(50, 1), strict=True))
+        task.verify(1, right)
+        with pytest.raises(WrongReplyError, match="pass 1: the gradient is"):
+            task.verify(1, dict(zip(task._leaves, expected(50, 0), strict=True)))
+        right.popitem()
+        with pytest.raises(WrongReplyError, match="3 gradients for 4 leaves"):
+            task.verify(1, right)
+
+    def test_the_plain_backward_of_the_limits(self) -> None:
+        with socket.socket() as unused:
+            assert len(measure(LIMITS["plain_backward"].case(unused), Plan(warmup=1, samples=2))) == 2
+        assert not torch.equal(expected(1600, 0)[0], expected(1600, 1)[0])
+
+
 class TestReports:
     def test_units(self) -> None:
         assert [duration(value) for value in (2.5, 0.0123, 456e-6, 7.89e-9)] == [
@@ -126,6 +245,15 @@ class TestReports:
         assert "| 5.00× | 5.00..5.00 | 3× | 5× | 5.00× | ★ goal met |" in page
         assert "Failed: torch in echo_1mb" in page
 
+    def test_markdown_of_modes_and_growth(self) -> None:
+        machine = this_machine()
+        page = markdown.page(machine, judge(ROWS.values(), in_both_modes(1.2)))
+        assert "| context, one small call | 2.40 s | 2.00 s | 1.20× | 1.20..1.20 | 1.5× | 1.25× | ★ goal met |" in page
+        cells = "| telegrad | 1: 1.00 µs | 1,000: 1.00 ms | 1.00 µs | 1.00 | 1.00 |"
+        verdict = judge(ROWS.values(), growing())
+        assert cells in markdown.page(machine, verdict)
+        assert cells in markdown.block(machine, verdict)
+
     def test_record_has_every_round(self) -> None:
         found = results(telegrad=0.2)
         data = json.loads(json.dumps(record(this_machine(), found, judge(ROWS.values(), found))))
@@ -133,6 +261,26 @@ class TestReports:
         assert [figures["p50"] for figures in rounds["torch"]] == [1.0, 2.0, 3.0]
         assert set(rounds) == {"telegrad", "torch", "raw"}
         assert {"cpu", "cores", "kernel", "torch", "python", "date"} <= set(data["machine"])
+
+    def test_record_has_modes_and_points(self) -> None:
+        found = in_both_modes(1.2)
+        found.rows |= growing().rows
+        data = json.loads(json.dumps(record(this_machine(), found, judge(ROWS.values(), found))))
+        assert data["modes"]["context_small"]["smart_over_fast"]["value"] == pytest.approx(1.2)
+        assert set(data["rows"]["context_small"]["rounds"]) == {"telegrad", "fast", "torch", "raw"}
+        nodes = data["growth"]["nodes"]["sides"]["telegrad"]
+        assert nodes["points"][-1] == {"size": 50000, "seconds": pytest.approx(0.05)}
+        assert nodes["exponent"] == pytest.approx(1.0)
+        assert list(data["rows"]) == ["context_small"]
+
+    def test_picture_of_autograd(self, tmp_path: Path) -> None:
+        machine, path = this_machine(), tmp_path / "a.png"
+        assert not picture.draw_autograd(path, machine, judge(ROWS.values(), results(telegrad=0.2)))
+        assert not path.exists()
+        for found in (in_both_modes(1.2), growing(), results(telegrad=1.0, row="sends_10")):
+            assert picture.draw_autograd(path, machine, judge(ROWS.values(), found))
+            assert path.read_bytes().startswith(b"\x89PNG")
+            path.unlink()
 
     def test_picture(self, tmp_path: Path) -> None:
         assert picture.draw(tmp_path / "a.png", this_machine(), judge(ROWS.values(), results(telegrad=0.2)))
@@ -235,7 +383,7 @@ def test_a_hung_side_is_killed_with_its_stacks_and_can_start_again(raw_side: Sid
 def test_imports_point_one_way() -> None:
     """The order of the map in ``bench/__init__.py``: a module imports only what stands above it."""
     order = [
-        *("row", "library", "rows", "limits", "measure", "protocol", "worker", "side", "results", "schedule", "stats"),
+        *("row", "library", "rows", "limits", "measure", "results", "protocol", "worker", "side", "schedule", "stats"),
         *("verdict", "machine", "units", "table", "terminal", "markdown", "picture", "record", "__main__"),
     ]
     files = {path.stem: path for path in (ROOT / "bench").glob("*.py") if path.stem != "__init__"}
@@ -254,14 +402,17 @@ def test_quick_run(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench", "--quick", "--timeout", "40", "--out", str(tmp_path)]
     command += [] if landed else ["--only", "torch"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "latest.json").read_text())
-    assert list(data["rows"]) == [row.name for row in ROWS.values() if row.quick]
+    assert list(data["rows"]) == [row.name for row in ROWS.values() if row.quick and row.point is None]
     assert data["failures"] == []
     assert "empty Python call" in done.stdout
     assert "| empty Python call |" in (tmp_path / "latest.md").read_text()
     if not landed:
         pytest.skip("telegrad.rpc.init_rpc does not exist yet: only the TensorPipe half was run")
     assert data["rows"]["empty_call"]["speedup"]["value"] > 0
+    assert list(data["modes"]) == [row.name for row in ROWS.values() if row.modes]
+    assert [len(curve["sides"]["telegrad"]["points"]) for curve in data["growth"].values()] == [3, 2]
     assert (tmp_path / "latest.png").exists()
+    assert (tmp_path / "latest-autograd.png").exists()

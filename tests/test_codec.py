@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from telegrad.errors import ProtocolError
 from telegrad.ids import GlobalId
 from telegrad.wire import codec, messages
-from telegrad.wire.messages import Body, Call, Failure, InPeer, Note, Ping, Reply, TensorMeta
+from telegrad.wire.messages import Body, Call, Failure, InPeer, Note, Ping, Reply, Taken, TensorMeta
 from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)
@@ -34,7 +34,7 @@ metas = st.recursive(
     ),
     max_leaves=4,
 )
-buffers = st.binary().map(bytearray) | sizes | st.builds(InPeer, sizes, sizes)
+buffers = st.binary().map(bytearray) | sizes | st.builds(InPeer, sizes, sizes, sizes)
 forks = st.builds(messages.RRefFork, ids, ids, sizes, sizes, st.text())
 bodies = st.builds(
     Body,
@@ -51,38 +51,72 @@ BY_TYPE = {int: numbers, str: st.text(), bool: st.booleans(), Body: bodies, Glob
 
 def record(kind):
     """A strategy for all fields of a record, so that no message can be forgotten here."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{name: field(hints[name]) for name in kind.__struct_fields__})
 
 
 def field(hint):
-    return st.one_of([record(kind) for kind in PAYLOADS]) if hint == messages.NotePayload else BY_TYPE[hint]
+    if hint == messages.NotePayload:
+        return st.one_of([record(kind) for kind in PAYLOADS])
+    if hint in BY_TYPE:
+        return BY_TYPE[hint]
+    match parts(hint):
+        case "sizes", _:
+            return sizes
+        case "many", (item,):
+            return st.lists(field(item), max_size=3).map(tuple)
+        case "several", items:
+            return st.tuples(*map(field, items))
+    return record(hint)
+
+
+def parts(hint):
+    """What a type is made of that is no record."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is typing.Annotated:
+        return "sizes", ()
+    if typing.get_origin(hint) is tuple:
+        return ("many", inner[:1]) if inner[1:] == (...,) else ("several", inner)
+    return "record", ()
+
+
+EXAMPLES = {
+    int: 7,
+    str: "naïve",
+    bool: True,
+    GlobalId: GlobalId(3, 4),
+    Body: Body(
+        [0, 1, "a", None, [1, 2.5]],
+        1,
+        (2,),
+        (bytearray(b"x"), 9000, InPeer(1 << 63, 7, 5)),
+        (TensorMeta(0, (2, 3), 0, (3, 1), 4, 1, 1, (TensorMeta(1, ()),), (0.5,), "cuda:0"),),
+        (messages.RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 1, "Tensor"),),
+        [1, 2],
+    ),
+    messages.NotePayload: messages.UserDelete(GlobalId(1, 2), GlobalId(3, 4)),
+}
 
 
 def filled(kind):
-    """One message with something in every field."""
-    examples = {
-        int: 7,
-        str: "naïve",
-        bool: True,
-        GlobalId: GlobalId(3, 4),
-        Body: Body(
-            [0, 1, "a", None, [1, 2.5]],
-            1,
-            (2,),
-            (bytearray(b"x"), 9000, InPeer(1 << 63, 5)),
-            (TensorMeta(0, (2, 3), 0, (3, 1), 4, 1, 1, (TensorMeta(1, ()),), (0.5,), "cuda:0"),),
-            (messages.RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 1, "Tensor"),),
-            [1, 2],
-        ),
-        messages.NotePayload: messages.UserDelete(GlobalId(1, 2), GlobalId(3, 4)),
-    }
-    hints = typing.get_type_hints(kind)
-    return kind(**{name: examples[hints[name]] for name in kind.__struct_fields__})
+    """One record with something in every field."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return kind(**{name: example(hints[name]) for name in kind.__struct_fields__})
+
+
+def example(hint):
+    if hint in EXAMPLES:
+        return EXAMPLES[hint]
+    match parts(hint):
+        case "sizes", _:
+            return 7
+        case (("many" | "several"), items):
+            return tuple(map(example, items))
+    return filled(hint)
 
 
 CORPUS = [codec.encode(filled(kind)) for kind in MESSAGES] + [
-    codec.encode(Note(1, 0, payload(*[GlobalId(1, 2)] * len(payload.__struct_fields__)))) for payload in PAYLOADS
+    codec.encode(Note(1, 0, filled(payload))) for payload in PAYLOADS
 ]
 
 
@@ -118,7 +152,7 @@ def test_any_message_comes_back(kind):
 
 @pytest.mark.parametrize("payload", PAYLOADS, ids=lambda kind: kind.__name__)
 def test_every_payload_of_a_note_comes_back(payload):
-    message = Note(1, 0, payload(*[GlobalId(1, 2)] * len(payload.__struct_fields__)))
+    message = Note(1, 0, filled(payload), (2, 3), EXAMPLES[Body])
     assert codec.decode(codec.encode(message)) == message
 
 
@@ -136,20 +170,25 @@ def test_a_tag_is_used_once():
 
 
 def test_stream_sizes_are_the_buffers_that_follow():
-    assert codec.stream_sizes(Reply(1, Body(buffers=(b"x", 5, InPeer(1, 2), 7)))) == [5, 7]
+    assert codec.stream_sizes(Reply(1, Body(buffers=(b"x", 5, InPeer(1, 2, 3), 7)))) == [5, 7]
     assert codec.stream_sizes(Ping()) == []
 
 
+def test_a_slab_that_is_not_kept_is_given_back():
+    assert codec.decode(codec.encode(Taken(5))) == Taken(5, kept=False)
+    assert codec.decode(codec.encode(Taken(5, kept=True))).kept
+
+
 def test_complete_puts_the_buffers_in_order():
-    body = Body(buffers=(bytearray(b"in"), 5, InPeer(1, 2), 7))
+    body = Body(buffers=(bytearray(b"in"), 5, InPeer(1, 2, 3), 7))
     assert codec.complete(body, ["s1", "s2"], ["p1"]) == [b"in", "s1", "p1", "s2"]
     assert codec.complete(Body(buffers=(bytearray(b"in"),)), [], []) == [b"in"]
 
 
-@pytest.mark.parametrize(("streamed", "fetched"), [([], ["p"]), (["s"], [])])
-def test_complete_says_when_buffers_are_missing(streamed, fetched):
+@pytest.mark.parametrize(("streamed", "borrowed"), [([], ["p"]), (["s"], [])])
+def test_complete_says_when_buffers_are_missing(streamed, borrowed):
     with pytest.raises(ProtocolError, match="more buffers than came"):
-        codec.complete(Body(buffers=(5, InPeer(1, 2))), streamed, fetched)
+        codec.complete(Body(buffers=(5, InPeer(1, 2, 3))), streamed, borrowed)
 
 
 # --- what is no message ---------------------------------------------------------------------------------------------
@@ -174,7 +213,13 @@ def malformed(*fields):
         malformed(1, 1, 5),
         malformed(30, 1, 0, [99, [0, 1]]),
         malformed(4, 1, [None, -1, [], [-1]]),
-        malformed(4, 1, [None, -1, [], [[-1, 5]]]),
+        malformed(4, 1, [None, -1, [], [[-1, 5, 5]]]),
+        malformed(4, 1, [None, -1, [], [[5, -1, 5]]]),
+        malformed(4, 1, [None, -1, [], [[5, 5, -1]]]),
+        malformed(4, 1, [None, -1, [], [[5, 5]]]),
+        malformed(6, 1, 2),
+        malformed(6, "1"),
+        malformed(6),
         malformed(4, 1, [None, -1, [], [], [[0, [-1]]]]),
         malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [-1]]]]),
         malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [1], -1]]]),

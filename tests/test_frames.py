@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.wire import codec
 from telegrad.wire.frames import MAGIC, MAX_HEADER, PREFIX, FrameReader, prefix
-from telegrad.wire.messages import Body, Call, Goodbye, Ping, Reply, Taken
+from telegrad.wire.messages import Body, Call, Goodbye, InPeer, Ping, Reply, Taken
 from wire_trip import FUZZ_EXAMPLES, feed
 
 
@@ -44,6 +44,8 @@ STORY = [
     (Call(5, "x", Body(b"long" * 30_000)), []),  # a header that is larger than the reader's memory
     streaming(6, 200_000),
     (Taken(7), []),
+    (Taken(8, kept=True), []),
+    (Reply(9, Body([0], buffers=(InPeer(1, 12, 1 << 40),))), []),  # lies in shared memory: nothing follows
 ]
 BYTES = b"".join(frame(message, *stream) for message, stream in STORY)
 
@@ -143,7 +145,7 @@ def test_an_announced_header_costs_nothing_until_its_bytes_come():
 
 @pytest.mark.parametrize(
     ("sizes", "follows"),
-    [((), 5), ((5,), 4), ((5,), 6), ((5, 5), 5), ((0, 5), 5), ((1 << 62, 1 << 62), 1 << 62)],
+    [((), 5), ((5,), 4), ((5,), 6), ((5, 5), 5), ((0, 5), 5), ((1 << 62, 1 << 62), 1 << 62), ((InPeer(1, 2, 5),), 5)],
     ids=str,
 )
 def test_sizes_that_disagree(sizes, follows):

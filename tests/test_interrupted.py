@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from support import PATIENCE, assert_no_references, eventually
-from telegrad.agent.agent import Agent
+from telegrad.agent.outcomes import Outcomes
 from telegrad.agent.pool import Pool
 from telegrad.errors import SerializationError
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.testing import Cluster, cluster
+from telegrad.wire.messages import Failure
 from telegrad.worker import Worker
 
 
@@ -38,15 +39,15 @@ def make_reference(worker: str) -> Any:
 
 def interrupt_once(monkeypatch: pytest.MonkeyPatch, after_the_answer: bool) -> None:
     """The next wait is interrupted, before its answer came or after it."""
-    help_agent = Agent._help
+    help_read = Outcomes._help
 
-    def interrupted(self: Agent, waiting: Any) -> None:
-        monkeypatch.setattr(Agent, "_help", help_agent)
+    def interrupted(self: Outcomes, waiting: Any) -> None:
+        monkeypatch.setattr(Outcomes, "_help", help_read)
         if after_the_answer:
             assert eventually(waiting.ticket.settled)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Agent, "_help", interrupted)
+    monkeypatch.setattr(Outcomes, "_help", interrupted)
 
 
 @pytest.mark.parametrize("after_the_answer", [False, True])
@@ -183,15 +184,23 @@ def test_two_devices_cannot_go_to_one() -> None:
         options.set_device_map("b", {"cuda:1": "cuda:1"})
 
 
-def test_an_exception_keeps_its_big_tensor_until_it_was_taken(pair: Cluster) -> None:
-    """On a link with the lane; the memory link has none, so look at what is held."""
+def test_an_exception_keeps_the_slab_of_its_tensor_until_it_is_given_back(pair: Cluster) -> None:
+    """On a link with the lane; in a cluster there is none, so what the caller would see is not looked at."""
     worker: Worker = pair["b"]
     assert pair["a"].rpc_sync("b", answer, (1,)) == 1
     (link,) = [link for link in worker.agent.peer("a").links if not link.dialled]
+    error = ValueError("see", torch.full((1 << 17,), 7.0))
+    fault = pair.fault("drop", Failure)
     link.lane_open = True
     try:
-        worker.agent.answer_failure(link, 99, ValueError("see", torch.full((1 << 17,), 7.0)))
-        assert link.held[99].stays == 1 << 19
+        worker.agent.answer_failure(link, 99, error)
+        (slab,) = link.held.values()
+        assert bytes(slab.memory)[: 1 << 19] == torch.full((1 << 17,), 7.0).numpy().tobytes()
+        assert fault.hits == 1
+        pair.carrier.clear()
+        worker.agent.answer_failure(link, 99, error)  # to a caller that waits for it no more
+        assert eventually(lambda: list(link.held) == [slab.number])
+        assert repr(worker.agent.bodies.shelf) == f"<Shelf 2 slabs, {slab.size:,} bytes idle>"
     finally:
         link.lane_open = False
         link.held.clear()

@@ -1,148 +1,690 @@
-"""The same-host lane: reading another process's memory, the proof that one can, and what happens when it is gone."""
+"""The same-host lane: the proof that it is open, slabs that two processes see, and what is left of them at the end."""
 
 from __future__ import annotations
 
-import mmap
+import ctypes
+import errno
+import fcntl
+import gc
+import itertools
 import os
+import random
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from telegrad.errors import WorkerLostError
+from programs.neighbour import pattern
+from puppets import PROGRAMS, clean_environment
+from support import PATIENCE, in_thread
 from telegrad.transport import lane
-from telegrad.transport.lane import Proof, can_read, fetch, read
-
-pytestmark = pytest.mark.skipif(lane._readv is None, reason="this system has no process_vm_readv")
+from telegrad.transport.buffers import size_class
+from telegrad.transport.lane import LANE_LIMIT, Proof, Shelf, Slab, Window, can_read
 
 ME = os.getpid()
+WORD = bytes(range(32))
+NO_PROCESS = 2**22 + 1
 
 
-def pattern(size):
-    return np.arange(size, dtype=np.uint32).view(np.uint8)[:size].copy()
+class Neighbour:
+    """Another process with a shelf; see ``programs/neighbour.py``."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(PROGRAMS / "neighbour.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=clean_environment(),
+            text=True,
+        )
+        fd, word = self._answer().split()
+        self.pid, self.fd, self.word = self.process.pid, int(fd), bytes.fromhex(word)
+
+    def _answer(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline()
+
+    def tell(self, order: str, *arguments: object) -> str:
+        print(order, *arguments, file=self.process.stdin, flush=True)
+        return self._answer().strip()
+
+    def put(self, seed: int, size: int) -> tuple[int, int]:
+        """Number and descriptor of a slab with that pattern."""
+        number, fd = self.tell("put", seed, size).split()
+        return int(number), int(fd)
+
+    def window(self) -> Window:
+        return Window(self.pid, self.word)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=PATIENCE)
+
+
+@contextmanager
+def next_door() -> Iterator[Neighbour]:
+    neighbour = Neighbour()
+    try:
+        yield neighbour
+    finally:
+        neighbour.kill()
 
 
 @pytest.fixture(scope="module")
-def neighbour():
-    """Another process, which holds the pattern at an address that it tells."""
-    program = """
-import ctypes, os, sys
-import numpy as np
-memory = np.arange(100_000, dtype=np.uint32).view(np.uint8)
-print(memory.ctypes.data, flush=True)
-sys.stdin.read()
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        yield process.pid, int(process.stdout.readline())
-        process.stdin.close()
+def neighbour() -> Iterator[Neighbour]:
+    with next_door() as one:
+        yield one
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, 100_001, (8 << 20) - 1, 8 << 20, (8 << 20) + 3])
-def test_reading_ones_own_memory(size):
-    source, target = pattern(size), np.zeros(size, np.uint8)
-    read(ME, source.ctypes.data, target)
-    assert np.array_equal(source, target)
+def descriptors() -> set[str]:
+    """What this process has open, without the listing's own."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+        except OSError:
+            pass
+    return found
 
 
-def test_one_thread_where_there_is_one_core(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    source, target = pattern(9 << 20), np.zeros(9 << 20, np.uint8)
-    read(ME, source.ctypes.data, target)
-    assert np.array_equal(source, target)
+def mapped(word: bytes = WORD) -> int:
+    """How many mappings of slabs with that word this process has."""
+    return Path("/proc/self/maps").read_text().count(lane._name(word, 0)[:-1])
 
 
-def test_long_reads_are_made_in_pieces(monkeypatch):
-    monkeypatch.setattr(lane, "_MAX_READ", 1000)
-    source, target = pattern(12_345), np.zeros(12_345, np.uint8)
-    read(ME, source.ctypes.data, target)
-    assert np.array_equal(source, target)
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = descriptors()
+    yield
+    if not descriptors() <= before or mapped():
+        gc.collect()
+    assert descriptors() <= before
+    assert mapped() == 0
 
 
-def test_reading_a_neighbours_memory(neighbour):
-    pid, address = neighbour
-    target = np.zeros(400_000, np.uint8)
-    try:
-        read(pid, address, target)
-    except PermissionError:
-        pytest.skip("this system does not let processes read each other")
-    assert np.array_equal(target, pattern(400_000))
+def lay(shelf: Shelf, seed: int, size: int) -> Slab:
+    source = pattern(seed, size)
+    slab = shelf.put(source.ctypes.data, size)
+    assert slab is not None
+    return slab
 
 
-# --- proof ----------------------------------------------------------------------------------------------------------
+def look(window: Window, slab: Slab, size: int) -> np.ndarray:
+    return window.view(slab.number, slab.fd, size)
 
 
-def test_the_proof_holds():
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    one = Shelf(WORD)
+    yield one
+    one.trim()
+    one.trim()
+
+
+@pytest.fixture
+def window() -> Iterator[Window]:
+    one = Window(ME, WORD)
+    yield one
+    for number in list(one._mapped):
+        one.forget(number)
+
+
+# --- proof ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_proof_holds() -> None:
     proof = Proof()
     assert proof.pid == ME
     assert len(proof.word) == 32
-    assert can_read(proof.pid, proof.address, proof.word)
+    assert can_read(proof.pid, proof.fd, proof.word)
 
 
-def test_every_proof_is_another():
+def test_the_proof_holds_between_processes(neighbour: Neighbour) -> None:
+    assert can_read(neighbour.pid, neighbour.fd, neighbour.word)
+    proof = Proof()
+    assert neighbour.tell("sees", proof.pid, proof.fd, proof.word.hex()) == "True"
+
+
+def test_every_proof_is_another() -> None:
     assert Proof().word != Proof().word
 
 
-def test_a_wrong_word_is_no_proof():
+def test_a_wrong_word_is_no_proof() -> None:
     proof = Proof()
-    assert not can_read(proof.pid, proof.address, Proof().word)
-    assert not can_read(proof.pid, proof.address, b"")
-    assert not can_read(proof.pid, proof.address, proof.word[:31])
-    assert not can_read(proof.pid, proof.address + 1, proof.word)
+    for word in (Proof().word, b"", proof.word[:31], proof.word + b"x", proof.word[:8] + bytes(24)):
+        assert not can_read(proof.pid, proof.fd, word)
 
 
-def test_a_wrong_process_is_no_proof(neighbour):
+def test_another_descriptor_is_no_proof(tmp_path: Path) -> None:
+    proof, other = Proof(), Proof()
+    assert not can_read(proof.pid, other.fd, proof.word)
+    (tmp_path / "word").write_bytes(proof.word)
+    with (tmp_path / "word").open() as file:
+        assert not can_read(proof.pid, file.fileno(), proof.word)
+
+
+def test_a_wrong_process_is_no_proof(neighbour: Neighbour) -> None:
     proof = Proof()
-    assert not can_read(neighbour[0], proof.address, proof.word)
+    assert not can_read(neighbour.pid, proof.fd, proof.word)
+    assert not can_read(neighbour.pid, neighbour.fd, proof.word)
+    assert not can_read(ME, neighbour.fd, neighbour.word)
 
 
-@pytest.mark.parametrize("pid", [-1, 0, 2**22 + 1, 2**31, 2**40])
-@pytest.mark.parametrize("address", [0, 1, 2**47, 2**64 - 1, 2**64, -1])
-def test_nonsense_is_no_proof(pid, address):
-    assert not can_read(pid, address, bytes(32))
+@pytest.mark.parametrize("pid", [-1, 0, NO_PROCESS, 2**31, 2**40])
+@pytest.mark.parametrize("fd", [-1, 0, 2**20, 2**31, 2**64])
+def test_nonsense_is_no_proof(pid: int, fd: int) -> None:
+    assert not can_read(pid, fd, bytes(32))
+    assert not can_read(ME, fd, bytes(32))
 
 
-def test_without_the_system_call_there_is_no_proof(monkeypatch):
+def test_a_process_that_is_gone_is_no_proof() -> None:
+    with next_door() as other:
+        assert can_read(other.pid, other.fd, other.word)
+        other.kill()
+        assert not can_read(other.pid, other.fd, other.word)
+
+
+def test_a_proof_ends_with_its_owner() -> None:
     proof = Proof()
-    monkeypatch.setattr(lane, "_readv", None)
-    assert not can_read(proof.pid, proof.address, proof.word)
+    fd, word = proof.fd, proof.word
+    del proof
+    assert not can_read(ME, fd, word)
 
 
-# --- failure --------------------------------------------------------------------------------------------------------
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_sees_nothing(neighbour: Neighbour) -> None:
+    proof = Proof()
+    assert neighbour.tell("sees_as_nobody", proof.pid, proof.fd, proof.word.hex()) == "False"
+    assert neighbour.tell("sees", proof.pid, proof.fd, proof.word.hex()) == "True"
 
 
-@pytest.mark.parametrize("size", [100, 9 << 20])
-def test_an_address_that_is_not_mapped(size):
-    with pytest.raises(OSError, match=f"bytes of process {ME}"):
-        read(ME, 4096, np.zeros(size, np.uint8))
+# --- what a neighbour put there ---------------------------------------------------------------------------------------
 
 
-def test_memory_that_ends_too_soon():
-    """A read that succeeds in part must not count as done."""
-    page = mmap.PAGESIZE
-    hole = mmap.mmap(-1, 64 * page)
-    address = np.frombuffer(hole, np.uint8).ctypes.data
-    libc = lane.ctypes.CDLL(None)
-    second = mmap.mmap(-1, page)  # so that the hole is not at the end of what is mapped
-    assert libc.mprotect(lane.ctypes.c_void_p(address + 32 * page), lane.ctypes.c_size_t(32 * page), 0) == 0
+@pytest.mark.parametrize("size", [1, 4096, LANE_LIMIT, 100_001, (8 << 20) - 1, (8 << 20) + 3])
+def test_a_slab_of_another_process(neighbour: Neighbour, size: int) -> None:
+    number, fd = neighbour.put(7, size)
+    memory = neighbour.window().view(number, fd, size)
+    assert memory.nbytes == size
+    assert np.array_equal(memory, pattern(7, size))
+    memory[:] = 9  # it is the receiver's to change
+    assert neighbour.tell("drop", number) == "done"
+
+
+def test_several_slabs_at_once(neighbour: Neighbour) -> None:
+    window = neighbour.window()
+    put = [(seed, *neighbour.put(seed, 70_000 + seed)) for seed in range(20)]
+    views = [window.view(number, fd, 70_000 + seed) for seed, number, fd in put]
+    assert all(np.array_equal(view, pattern(seed, 70_000 + seed)) for seed, view in enumerate(views))
+    for _, number, _ in put:
+        neighbour.tell("drop", number)
+    assert all(np.array_equal(view, pattern(seed, 70_000 + seed)) for seed, view in enumerate(views))
+
+
+def test_a_slab_that_was_given_back_comes_again_with_other_content(neighbour: Neighbour) -> None:
+    window = neighbour.window()
+    number, fd = neighbour.put(1, 100_000)
+    view = window.view(number, fd, 100_000)
+    address = view.ctypes.data
+    del view
+    neighbour.tell("take_back", number)
+    assert neighbour.put(2, 99_999) == (number, fd)
+    again = window.view(number, fd, 99_999)
+    assert again.ctypes.data == address
+    assert np.array_equal(again, pattern(2, 99_999))
+    neighbour.tell("drop", number)
+
+
+def test_tensors_survive_that_the_sender_drops_the_slab(neighbour: Neighbour) -> None:
+    window = neighbour.window()
+    number, fd = neighbour.put(3, 100_000)
+    tensor = torch.from_numpy(window.view(number, fd, 100_000))[1000:]
+    neighbour.tell("drop", number)
+    for seed in range(5):  # others of the same size come and go
+        other, other_fd = neighbour.put(100 + seed, 100_000)
+        assert window.view(other, other_fd, 100_000)[0] == pattern(100 + seed, 1)[0]
+        neighbour.tell("drop", other)
+    window.forget(number)
+    del window
+    assert np.array_equal(tensor.numpy(), pattern(3, 100_000)[1000:])
+
+
+def test_tensors_survive_the_death_of_the_sender() -> None:
+    with next_door() as other:
+        window = other.window()
+        put = [other.put(seed, 9 << 20) for seed in range(3)]
+        seen = torch.from_numpy(window.view(*put[0], 9 << 20))
+        window.view(*put[1], 9 << 20)
+        other.kill()
+        assert np.array_equal(seen.numpy(), pattern(0, 9 << 20))
+        seen += 1  # and can be changed
+        assert np.array_equal(seen.numpy(), pattern(0, 9 << 20) + np.uint8(1))
+        assert np.array_equal(window.view(*put[1], 9 << 20), pattern(1, 9 << 20)), "what is mapped is there"
+        with pytest.raises(FileNotFoundError):
+            window.view(*put[2], 9 << 20)
+        del window
+        assert mapped(other.word) == 1, "only what a tensor lives on"
+        del seen
+        assert mapped(other.word) == 0
+
+
+# --- what is no slab --------------------------------------------------------------------------------------------------
+
+
+def test_a_descriptor_that_stands_for_another_file_by_now(neighbour: Neighbour) -> None:
+    """Of a proper file the one, of another memfd the other; and then for another slab."""
+    window = neighbour.window()
+    for _ in range(2):
+        number, fd = neighbour.put(1, 100_000)
+        neighbour.tell("replace", number)
+        with pytest.raises(OSError, match=rf"descriptor {fd} of process {neighbour.pid} is not slab {number}|denied"):
+            window.view(number, fd, 100_000)
+    number, fd = neighbour.put(1, 100_000)
+    with pytest.raises(OSError, match=f"is not slab {number + 1}"):
+        window.view(number + 1, fd, 100_000)
+    neighbour.tell("drop", number)
+    assert repr(window) == f"<Window to process {neighbour.pid}: 0 slabs, 0 bytes>"
+
+
+def test_a_file_that_has_the_name_only_is_no_slab(window: Window, tmp_path: Path) -> None:
+    with (tmp_path / "memfd:x (deleted)").open("w+b") as file:
+        file.truncate(100_000)
+        with pytest.raises(OSError, match="is not slab 1"):
+            window.view(1, file.fileno(), 1000)
+
+
+@pytest.mark.parametrize(
+    ("seals", "size", "wanted"),
+    [
+        (0, 100_000, 100_000),
+        (fcntl.F_SEAL_GROW, 100_000, 100_000),
+        (fcntl.F_SEAL_SHRINK, 100_000, 100_000),
+        (lane._SEALS, 99_999, 100_000),
+        (lane._SEALS, 0, 1),
+    ],
+    ids=["unsealed", "may shrink", "may grow", "too small", "empty"],
+)
+def test_a_slab_that_could_end_under_us_is_refused(window: Window, seals: int, size: int, wanted: int) -> None:
+    fd = os.memfd_create(lane._name(WORD, 5), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        with pytest.raises(OSError, match="Bad address"):
-            read(ME, address, np.zeros(64 * page, np.uint8))
+        os.truncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        with pytest.raises(OSError, match=f"slab 5 of process {ME} is not a sealed one of {wanted:,} bytes"):
+            window.view(5, fd, wanted)
     finally:
-        libc.mprotect(lane.ctypes.c_void_p(address + 32 * page), lane.ctypes.c_size_t(32 * page), 3)
-        second.close()
+        os.close(fd)
 
 
-def test_the_second_threads_failure_is_raised():
-    source = pattern(9 << 20)
-    with pytest.raises(OSError, match="process"):
-        read(2**22 + 1, source.ctypes.data, np.zeros(9 << 20, np.uint8))
+def test_what_is_sealed_stays_as_long_as_it_is(shelf: Shelf) -> None:
+    slab = lay(shelf, 1, 100_000)
+    for size in (0, 4096, slab.size - 1, slab.size + 1):
+        with pytest.raises(PermissionError):
+            os.truncate(slab.fd, size)
+    assert os.fstat(slab.fd).st_size == slab.size
 
 
-def test_a_process_that_is_gone():
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait()
-    with pytest.raises(
-        WorkerLostError, match=r"worker 'trainer' did not let 1,000 bytes be read from it, or went away"
-    ):
-        fetch(process.pid, 4096, np.zeros(1000, np.uint8), "trainer")
+def test_a_slab_that_is_mapped_but_too_small(shelf: Shelf, window: Window) -> None:
+    slab = lay(shelf, 1, 100_000)
+    look(window, slab, 100_000)
+    before = repr(window)
+    with pytest.raises(OSError, match=rf"slab {slab.number} has {slab.size:,} bytes, not {slab.size + 1:,}"):
+        look(window, slab, slab.size + 1)
+    assert repr(window) == before
+    assert np.array_equal(look(window, slab, 100_000), pattern(1, 100_000))
+
+
+def test_a_mapping_that_the_system_refuses(shelf: Shelf, window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
+    slab = lay(shelf, 1, 100_000)
+
+    class Refusing:
+        munmap = lane._libc.munmap
+
+        @staticmethod
+        def mmap(*_: Any) -> int:
+            ctypes.set_errno(errno.ENOMEM)
+            return lane._NO_ADDRESS
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lane, "_libc", Refusing)
+        with pytest.raises(OSError, match=f"mapping {slab.size:,} bytes: Cannot allocate memory"):
+            look(window, slab, 100_000)
+        before = descriptors()
+        assert shelf.put(pattern(1, 200_000).ctypes.data, 200_000) is None
+        assert descriptors() == before
+    assert repr(window) == f"<Window to process {ME}: 0 slabs, 0 bytes>"
+    assert np.array_equal(look(window, slab, 100_000), pattern(1, 100_000))
+
+
+# --- the window -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mapping_is_used_again(shelf: Shelf, window: Window) -> None:
+    slab = lay(shelf, 1, 100_000)
+    first = look(window, slab, 100_000)
+    address = first.ctypes.data
+    assert look(window, slab, 50).ctypes.data == address
+    del first
+    assert look(window, slab, 100_000).ctypes.data == address
+    assert mapped() == 2, "one of the sender and one of the receiver"
+
+
+def test_what_is_forgotten_is_unmapped_when_its_last_tensor_is_gone(shelf: Shelf, window: Window) -> None:
+    slab = lay(shelf, 1, 100_000)
+    tensor = torch.from_numpy(look(window, slab, 100_000))[5:10]
+    window.forget(slab.number)
+    window.forget(slab.number)  # is forgotten already
+    assert repr(window) == f"<Window to process {ME}: 0 slabs, 0 bytes>"
+    assert mapped() == 2
+    again = look(window, slab, 100_000)
+    assert again.ctypes.data + 5 != tensor.data_ptr(), "it is mapped anew"
+    assert mapped() == 3
+    assert bytes(tensor.numpy()) == bytes(pattern(1, 10)[5:])
+    del tensor
+    assert mapped() == 2
+
+
+def test_a_window_keeps_no_more_bytes_than_allowed(
+    shelf: Shelf, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = size_class(100_000)
+    monkeypatch.setattr(lane, "_KEEP_BYTES", 3 * size)
+    slabs = [lay(shelf, seed, 100_000) for seed in range(4)]
+    for slab in slabs[:3]:
+        look(window, slab, 100_000)
+    look(window, slabs[0], 100_000)  # used again: the second has not been used for longest now
+    views = [look(window, slabs[3], 100_000)]
+    assert repr(window) == f"<Window to process {ME}: 3 slabs, {3 * size:,} bytes>"
+    assert list(window._mapped) == [slabs[2].number, slabs[0].number, slabs[3].number]
+    assert mapped() == 4 + 3
+    views += [look(window, slab, 100_000) for slab in slabs]
+    assert mapped() == 4 + 5, "a tensor holds its own mapping; what was forgotten meanwhile is mapped anew"
+    assert all(np.array_equal(view, pattern(seed, 100_000)) for seed, view in zip([3, 0, 1, 2, 3], views, strict=True))
+
+
+def test_a_slab_that_is_bigger_than_all_that_may_be_kept(
+    shelf: Shelf, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lane, "_KEEP_BYTES", 100_000)
+    slab = lay(shelf, 1, 200_000)
+    view = look(window, slab, 200_000)
+    assert repr(window) == f"<Window to process {ME}: 0 slabs, 0 bytes>"
+    assert np.array_equal(view, pattern(1, 200_000))
+
+
+def test_a_window_trims_what_was_not_used_for_longest(shelf: Shelf, window: Window) -> None:
+    slabs = [lay(shelf, seed, 100_000) for seed in range(5)]
+    for slab in slabs:
+        look(window, slab, 100_000)
+    left = []
+    for _ in range(3):
+        window.trim()
+        left.append(list(window._mapped))
+        assert window._bytes == len(left[-1]) * slabs[0].size
+    assert left == [[slabs[3].number, slabs[4].number], [slabs[4].number], []]
+    window.trim()
+    assert mapped() == 5, "only the sender's own"
+
+
+def test_a_window_keeps_no_descriptors(neighbour: Neighbour) -> None:
+    """Tensors may be many and live long, and descriptors are few."""
+    before = descriptors()
+    window = neighbour.window()
+    put = [neighbour.put(seed, 70_000) for seed in range(30)]
+    views = [window.view(number, fd, 70_000) for number, fd in put]
+    assert descriptors() == before
+    for number, fd in put:
+        with pytest.raises(OSError):
+            window.view(number + 1000, fd, 70_000)
+        neighbour.tell("drop", number)
+    assert descriptors() == before
+    assert all(view[5] == pattern(seed, 6)[5] for seed, view in enumerate(views))
+
+
+# --- the shelf --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, LANE_LIMIT, 100_001, 1 << 20, (8 << 20) + 5])
+def test_a_slab_has_the_size_of_its_class(shelf: Shelf, window: Window, size: int) -> None:
+    slab = lay(shelf, 4, size)
+    assert slab.size == size_class(size) == os.fstat(slab.fd).st_size
+    assert np.array_equal(look(window, slab, size), pattern(4, size))
+
+
+def test_it_is_a_snapshot(shelf: Shelf, window: Window) -> None:
+    source = pattern(1, 9 << 20).copy()
+    slab = shelf.put(source.ctypes.data, source.nbytes)
+    assert slab is not None
+    source[:] = 0
+    view = look(window, slab, source.nbytes)
+    assert np.array_equal(view, pattern(1, 9 << 20))
+    view[:] = 3
+    assert not source.any()
+
+
+def test_a_slab_is_not_used_again_before_it_is_back(shelf: Shelf) -> None:
+    first, second = lay(shelf, 1, 100_000), lay(shelf, 2, 100_000)
+    assert first.number != second.number
+    shelf.take_back(first)
+    number = first.number
+    assert repr(shelf) == f"<Shelf 2 slabs, {first.size:,} bytes idle>"
+    del first
+    third = lay(shelf, 3, 99_000)
+    assert third.number == number, "its class is the same"
+    assert lay(shelf, 4, 99_000).number not in (number, second.number)
+    assert bytes(second.memory)[:100_000] == pattern(2, 100_000).tobytes()
+
+
+def test_a_slab_of_another_class_is_not_used(shelf: Shelf) -> None:
+    slab = lay(shelf, 1, 100_000)
+    shelf.take_back(slab)
+    assert lay(shelf, 1, 200_000) is not slab
+    assert lay(shelf, 1, 70_000) is not slab
+    assert lay(shelf, 1, 100_000) is slab
+
+
+def test_what_is_dropped_is_gone(shelf: Shelf, window: Window) -> None:
+    before = descriptors()
+    slabs = [lay(shelf, seed, 100_000) for seed in range(3)]
+    assert len(descriptors() - before) == 3
+    assert mapped() == 3
+    numbers = [(slab.number, slab.fd) for slab in slabs]
+    del slabs
+    assert descriptors() == before
+    assert mapped() == 0
+    assert repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>"
+    for number, fd in numbers:
+        with pytest.raises(OSError):
+            window.view(number, fd, 100_000)
+
+
+def test_a_number_never_comes_again(shelf: Shelf) -> None:
+    """A receiver may still have the slab of that number mapped."""
+    assert len({lay(shelf, seed, 100_000).number for seed in range(50)}) == 50
+
+
+def test_too_many_slabs(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "_MOST_SLABS", 3)
+    slabs = [lay(shelf, seed, 100_000) for seed in range(3)]
+    source = pattern(9, 100_000)
+    assert shelf.put(source.ctypes.data, source.nbytes) is None
+    shelf.take_back(slabs.pop())
+    slabs.append(lay(shelf, 4, 100_000))  # of those that came back
+    assert shelf.put(source.ctypes.data, source.nbytes) is None
+    slabs.pop()
+    slabs.append(lay(shelf, 5, 100_000))  # in the place of one that is gone
+
+
+def test_idle_slabs_give_way_to_those_of_another_size(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "_MOST_SLABS", 3)
+    for slab in [lay(shelf, seed, 100_000) for seed in range(3)]:
+        shelf.take_back(slab)
+    del slab
+    source = pattern(9, 300_000)
+    by_socket = itertools.takewhile(lambda _: shelf.put(source.ctypes.data, source.nbytes) is None, range(10))
+    assert len(list(by_socket)) == 2, "after those that nobody asked for between two tries were given up"
+
+
+def test_a_shelf_keeps_no_more_bytes_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "_KEEP_BYTES", 2 * size_class(100_000))
+    shelf = Shelf(WORD)
+    for slab in [lay(shelf, seed, 100_000) for seed in range(5)]:
+        shelf.take_back(slab)
+    del slab
+    assert repr(shelf) == f"<Shelf 2 slabs, {2 * size_class(100_000):,} bytes idle>"
+
+
+def test_a_shelf_trims_what_nobody_asked_for(shelf: Shelf) -> None:
+    for slab in [lay(shelf, seed, 100_000) for seed in range(3)]:
+        shelf.take_back(slab)
+    del slab
+    shelf.trim()  # they came back since the last time
+    assert repr(shelf).startswith("<Shelf 3 slabs")
+    shelf.take_back(lay(shelf, 1, 100_000))
+    shelf.trim()
+    assert repr(shelf).startswith("<Shelf 1 slabs")
+    shelf.trim()
+    assert repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>"
+
+
+@pytest.mark.parametrize(
+    ("call", "number"),
+    [("memfd_create", errno.EMFILE), ("memfd_create", errno.ENOSYS), ("posix_fallocate", errno.ENOSPC)],
+)
+def test_a_system_that_gives_no_more(shelf: Shelf, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    source, before = pattern(1, 100_000), descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuse)
+        assert shelf.put(source.ctypes.data, source.nbytes) is None
+    assert descriptors() == before
+    assert repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>"
+    assert lay(shelf, 1, 100_000)
+
+
+def test_a_new_program_does_not_inherit_a_slab(shelf: Shelf) -> None:
+    slab, proof = lay(shelf, 1, 100_000), Proof()
+    code = f"import os; print([os.path.exists(f'/proc/self/fd/{{fd}}') for fd in ({slab.fd}, {proof.fd})])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, close_fds=False, check=True)
+    assert done.stdout == "[False, False]\n"
+
+
+# --- copying ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4096, (8 << 20) - 1, 8 << 20, (8 << 20) + 1])
+@pytest.mark.parametrize("cores", [1, 2])
+def test_a_copy_is_whole(monkeypatch: pytest.MonkeyPatch, size: int, cores: int) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    source, target = pattern(3, size), np.zeros(size + 16, np.uint8)
+    lane._copy(target.ctypes.data, source.ctypes.data, size)
+    assert np.array_equal(target[:size], source)
+    assert not target[size:].any()
+
+
+def test_a_system_without_threads_copies_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    source, target = pattern(3, 9 << 20), np.zeros(9 << 20, np.uint8)
+    lane._copy(target.ctypes.data, source.ctypes.data, source.nbytes)
+    assert np.array_equal(target, source)
+
+
+@pytest.mark.parametrize("when", ["copying", "waiting"])
+def test_an_interrupted_copy_ends_only_when_both_threads_are_done(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """Else the memory would be unmapped while the other thread writes there."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    memmove, wait = ctypes.memmove, threading.Event.wait
+    copier = threading.current_thread()
+    interrupted = threading.Event()
+    done: list[str] = []
+
+    def interrupt() -> None:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+
+    def move(*args: Any) -> None:
+        if threading.current_thread() is copier:
+            memmove(*args)
+            if when == "copying":
+                interrupt()
+        else:
+            assert wait(interrupted, PATIENCE)
+            memmove(*args)
+            done.append("the other thread")
+
+    def wait_interrupted(event: threading.Event, timeout: float | None = None) -> bool:
+        if threading.current_thread() is copier and when == "waiting" and event is not interrupted and started(event):
+            interrupt()
+        return wait(event, timeout)
+
+    def started(event: threading.Event) -> bool:
+        """Not the wait of ``Thread.start``."""
+        return event not in [getattr(thread, "_started", None) for thread in threading.enumerate()]
+
+    monkeypatch.setattr(ctypes, "memmove", move)
+    monkeypatch.setattr(threading.Event, "wait", wait_interrupted)
+    source, target = pattern(3, 9 << 20), np.zeros(9 << 20, np.uint8)
+    with pytest.raises(KeyboardInterrupt):
+        lane._copy(target.ctypes.data, source.ctypes.data, source.nbytes)
+    assert done == ["the other thread"]
+    assert np.array_equal(target, source)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
+def test_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lays and looks, keeps some views, gives most slabs back and drops some: nobody sees another's bytes."""
+    size = size_class(4 * LANE_LIMIT)
+    monkeypatch.setattr(lane, "_KEEP_BYTES", 8 * size)  # so that mappings and slabs come and go
+    monkeypatch.setattr(lane, "_MOST_SLABS", 40)
+    shelf, window = Shelf(WORD), Window(ME, WORD)
+
+    def work(thread: int) -> int:
+        dice, laid, kept = random.Random(thread), 0, []
+        for turn in range(60):
+            seed, size = 1000 * thread + turn, dice.randrange(LANE_LIMIT, 4 * LANE_LIMIT)
+            source = pattern(seed, size)
+            slab = shelf.put(source.ctypes.data, size)
+            if slab is None:
+                continue
+            laid += 1
+            kept.append((slab, look(window, slab, size), seed))
+            if len(kept) > 3:
+                slab, view, seed = kept.pop(dice.randrange(len(kept)))
+                assert np.array_equal(view, pattern(seed, view.nbytes))
+                del view
+                if dice.random() < 0.8:
+                    shelf.take_back(slab)
+                else:
+                    window.forget(slab.number)
+            if dice.random() < 0.05:
+                shelf.trim()
+                window.trim()
+        assert all(np.array_equal(view, pattern(seed, view.nbytes)) for _, view, seed in kept)
+        return laid
+
+    counts = [join() for join in [in_thread(lambda thread=thread: work(thread)) for thread in range(8)]]
+    assert sum(counts) > 300
+    assert window._bytes == sum(map(len, window._mapped.values())) <= 8 * size
+    assert shelf._idle.bytes <= 8 * size
+
+
+def test_threads_that_look_at_one_slab_see_one_mapping(shelf: Shelf, window: Window) -> None:
+    slab = lay(shelf, 1, 1 << 20)
+    views = [join() for join in [in_thread(lambda: look(window, slab, 1 << 20)) for _ in range(8)]]
+    assert len({view.ctypes.data for view in views}) == 1
+    assert mapped() == 2

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support import PATIENCE, eventually, in_thread, no_new_threads
@@ -17,6 +18,7 @@ from telegrad.agent.link import StreamLink
 from telegrad.agent.memory import Direct, connect
 from telegrad.agent.pool import Pool, Work
 from telegrad.transport.buffers import BufferPool
+from telegrad.transport.lane import Shelf
 from telegrad.transport.sockets import SocketStream, connect_tcp, listen_tcp
 from telegrad.transport.tls import TlsStream, client_context, make_certificate, server_context
 from telegrad.wire.frames import PREFIX, Frame, prefix
@@ -330,8 +332,17 @@ def test_a_close_wakes_a_sender_that_the_peer_does_not_hear(stream_pair: Pair) -
     assert caller.broken == []
 
 
-def test_a_frame_that_is_held_is_let_go_with_the_link(pair: Pair) -> None:
-    caller, _ = pair
-    caller.link.held[1] = object()
-    caller.link.close()
-    assert not caller.link.held
+@pytest.mark.parametrize("closer", [0, 1], ids=["caller", "callee"])
+def test_slabs_that_were_not_given_back_are_let_go_with_the_link(pair: Pair, closer: int) -> None:
+    """The receiver's tensors live on theirs, so nobody may use them again; see ``transport/lane.py``."""
+    shelf = Shelf(bytes(32))
+    data = big(100_000, 6)
+    for side in pair:
+        slab = shelf.put(np.frombuffer(data, np.uint8).ctypes.data, len(data))
+        assert slab is not None
+        side.link.held[slab.number] = slab
+    del slab
+    assert repr(shelf) == "<Shelf 2 slabs, 0 bytes idle>"
+    pair[closer].link.close()
+    assert eventually(lambda: not pair[0].link.held and not pair[1].link.held)
+    assert eventually(lambda: repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from programs import deeds
+from programs import deeds, slabs
 from puppets import PATIENCE, PROGRAMS, Puppet, clean_environment, join, leave, puppets, troupe
 from telegrad import rpc
 from telegrad.errors import RpcTimeoutError
@@ -117,6 +117,7 @@ def test_big_tensors_come_back_the_same(workers: list[Puppet], way: str, megabyt
     same, lanes = workers[0].run(deeds.send_around, "worker1", megabytes * MB + 13)
     assert same
     assert (lanes > 0) == (way != "no lane")
+    assert (workers[0].run(slabs.shelf)["slabs"] > 0) == (way != "no lane")
 
 
 def test_replies_that_are_held_never_change(workers: list[Puppet]) -> None:

@@ -4,9 +4,11 @@ description is refused before it reaches memory that is not the message's."""
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import resource
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -16,9 +18,9 @@ from hypothesis import strategies as st
 
 from telegrad.errors import SerializationError, TelegradError, UsageError
 from telegrad.wire import codec, tensors, values
-from telegrad.wire.messages import Body, Reply, TensorMeta
-from telegrad.wire.tensors import DTYPE_CODES, INLINE_LIMIT, Packed, in_table, no_device_map
-from wire_trip import FUZZ_EXAMPLES, trip
+from telegrad.wire.messages import Body, InPeer, Reply, TensorMeta
+from telegrad.wire.tensors import DTYPE_CODES, INLINE_BUDGET, INLINE_LIMIT, Packed, in_table, no_device_map
+from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)} - QUANTIZED, key=str)
@@ -195,8 +197,8 @@ def test_a_tensor_elsewhere_needs_a_device_map():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "TABLE_TYPES", (Elsewhere,))
         with pytest.raises(UsageError, match=r"cuda:1.*device map"):
-            tensors.pack([Elsewhere()], Packed(), None, no_device_map)
-        (meta,) = tensors.pack([Elsewhere()], Packed(), None, lambda device: f"cuda:{device.index + 1}")
+            tensors.pack([Elsewhere()], Packed(), no_device_map)
+        (meta,) = tensors.pack([Elsewhere()], Packed(), lambda device: f"cuda:{device.index + 1}")
     assert meta.device == "cuda:2"
 
 
@@ -441,7 +443,8 @@ def test_small_middle_and_big_buffers(size, way):
     sent = random_tensor(torch.uint8, size)
     done = assert_trip(sent, lane_limit=100_000)
     assert done.ways == {way}
-    assert done.parcel.stays == (size if way == "lane" else 0)
+    assert [slab.size >= size for slab in done.parcel.slabs] == [True] * (way == "lane")
+    assert len(done.parcel.stream) == (way == "stream")
 
 
 def test_without_a_lane_the_biggest_go_by_stream():
@@ -457,9 +460,85 @@ def test_views_by_the_lane(view):
     assert torch.equal(done.value, view)
 
 
-def test_what_the_peer_must_still_read_is_kept_alive():
-    done = trip([torch.rand(100_000).t(), torch.rand(100_000)[::2]], lane_limit=1000)
-    assert len(done.parcel.keep) == 2
+@quiet_sparse
+@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
+def test_the_parts_of_a_sparse_tensor_by_the_lane(kind):
+    value = getattr(torch.eye(3000), kind)()
+    done = trip(value, lane_limit=1)
+    assert "lane" in done.ways
+    assert torch.equal(done.value.to_dense(), value.to_dense())
+
+
+def test_each_buffer_goes_its_own_way():
+    sent = [random_tensor(torch.uint8, size) for size in (10, 50_000, 200_000, 20, 200_001, 60_000)]
+    done = trip(sent, lane_limit=100_000)
+    kinds = [type(buffer) for buffer in done.parcel.body.buffers]
+    assert kinds == [bytes, int, InPeer, bytes, InPeer, int]
+    for got, expected in zip(done.value, sent, strict=True):
+        assert_same(got, expected)
+
+
+def test_what_went_by_the_lane_is_a_snapshot_and_needs_the_original_no_more():
+    neighbours = Neighbours(limit=10_000)
+    tensor = torch.arange(100_000.0)
+    gone = weakref.ref(tensor)
+    parcel = values.pack([tensor], values.Route(1), codec.encode, neighbours.lane)
+    tensor.zero_()
+    del tensor
+    assert gone() is None
+    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    _, (got,) = receive(body, [], borrowed=neighbours.borrow(body))
+    assert torch.equal(got, torch.arange(100_000.0))
+
+
+@pytest.mark.parametrize("make", [lambda: torch.arange(99_999.0), lambda: torch.arange(99_999.0)[::3]])
+def test_what_is_still_to_be_sent_is_kept_alive(make):
+    parcel = values.pack([make()], values.Route(1), codec.encode)
+    gc.collect()
+    assert b"".join(parcel.stream) == make().numpy().tobytes()
+
+
+def test_a_lane_that_takes_nothing_leaves_all_to_the_socket():
+    asked = []
+    tensor = torch.arange(100_000.0)
+    packed = Packed(lambda address, size: asked.append((address, size)))
+    assert packed.add_array(tensor.numpy()) == 0
+    assert packed.add(b"small") == 1
+    assert packed.add(bytes(range(256)) * 50) == 2
+    assert asked[0] == (tensor.data_ptr(), 400_000)
+    assert [size for _, size in asked] == [400_000, 12_800], "nobody asks for what rides in the header"
+    assert packed.buffers == [400_000, b"small", 12_800]
+    assert packed.slabs == []
+    assert [memory.nbytes for memory in packed.stream] == [400_000, 12_800]
+
+
+def test_small_buffers_beyond_the_headers_budget_go_another_way():
+    """The lane is asked for them too, and has a limit of its own."""
+    asked = []
+    packed = Packed(lambda _, size: asked.append(size))
+    for _ in range(INLINE_BUDGET // INLINE_LIMIT + 3):
+        packed.add(bytes(INLINE_LIMIT))
+    assert asked == [INLINE_LIMIT] * 3
+    assert len(packed.stream) == 3
+    packed.add(b"")
+    assert packed.buffers[-1] == b""
+
+
+def test_a_region_that_several_share_goes_into_one_slab():
+    base = torch.arange(100_000.0)
+    done = trip([base[:60_000], base[40_000:], base[::2]], lane_limit=1000)
+    assert len(done.parcel.slabs) == 1
+    left, right, even = done.value
+    right[0] = -1
+    assert left[40_000] == even[20_000] == -1
+
+
+def test_what_came_by_the_lane_can_be_changed_and_outlives_the_lane():
+    tensor = torch.arange(100_000.0)
+    got = trip(tensor, lane_limit=1000).value
+    gc.collect()
+    got += 1
+    assert torch.equal(got, tensor + 1)
 
 
 def test_received_memory_is_used_as_it_is():
@@ -485,10 +564,10 @@ def strided(draw):
     return base.as_strided(shape, stride, offset if base.numel() == 300 else offset * 100)
 
 
-@given(strided())
+@given(strided(), st.sampled_from([None, 1]))
 @settings(max_examples=200)
-def test_any_strides(sent):
-    done = assert_trip(sent)
+def test_any_strides(sent, lane_limit):
+    done = assert_trip(sent, lane_limit=lane_limit)
     assert done.bytes_sent <= sent.numel() * sent.itemsize
 
 

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import gc
 import math
 import os
 import pickle
@@ -24,9 +25,9 @@ from hypothesis import strategies as st
 from telegrad.errors import SerializationError, TelegradError, UsageError
 from telegrad.ids import GlobalId
 from telegrad.wire import codec, values
-from telegrad.wire.messages import Body, Reply, RRefFork, TensorMeta
+from telegrad.wire.messages import Body, InPeer, Reply, RRefFork, TensorMeta
 from telegrad.wire.values import Route, pack, unpack
-from wire_trip import FUZZ_EXAMPLES, receive, trip
+from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
 
 
 class Point(NamedTuple):
@@ -349,10 +350,85 @@ def test_big_arrays_are_not_copied_into_the_pickle():
     assert done.value["array"] is done.value["same"]
 
 
-def test_read_only_arrays_stay_read_only():
-    array = np.arange(5)
+@pytest.mark.parametrize("size", [5, 10_000])
+@pytest.mark.parametrize("lane_limit", [None, 20_000], ids=["socket", "lane"])
+def test_read_only_arrays_stay_read_only(size, lane_limit):
+    array = np.arange(size)
     array.flags.writeable = False
-    assert not trip(array).value.flags.writeable
+    got = trip(array, lane_limit).value
+    assert not got.flags.writeable
+    assert np.array_equal(got, array)
+
+
+# --- the lane -------------------------------------------------------------------------------------------------------
+
+
+def test_all_big_buffers_of_a_pickle_go_by_the_lane():
+    value = Record("x" * 50_000, torch.arange(50_000.0)), np.arange(50_000), {"bytes": bytearray(range(250)) * 400}
+    done = trip(value, lane_limit=20_000)
+    assert done.pickled
+    assert done.ways == {"lane"}
+    assert [type(buffer) for buffer in done.parcel.body.buffers] == [InPeer] * len(done.parcel.slabs)
+    record, array, rest = done.value
+    assert record.name == value[0].name
+    assert torch.equal(record.tensor, value[0].tensor)
+    assert np.array_equal(array, value[1])
+    assert rest == value[2]
+
+
+def test_an_array_by_the_lane_is_a_snapshot():
+    array = np.arange(50_000)
+    neighbours = Neighbours(limit=20_000)
+    parcel = pack({"array": array}, Route(1), codec.encode, neighbours.lane)
+    array[:] = 0
+    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    got = receive(body, [], borrowed=neighbours.borrow(body))[1]["array"]
+    assert np.array_equal(got, np.arange(50_000))
+    got[:] = 7
+    assert not array.any()
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_a_first_attempt_that_failed_leaves_no_slab_behind():
+    """The tensor was laid out already when the next one turned out to need a pickle."""
+    neighbours = Neighbours(limit=20_000)
+    plain, other = torch.arange(50_000.0), torch.ones(3).as_subclass(Subclass)
+    parcel = pack([plain, other], Route(1), codec.encode, neighbours.lane)
+    assert parcel.body.pickle >= 0
+    assert len(parcel.slabs) == len(neighbours.shelf._slabs) == 1
+    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    _, (tensor, subclass) = receive(body, [], borrowed=neighbours.borrow(body))
+    assert torch.equal(tensor, plain)
+    assert type(subclass) is Subclass
+
+
+@pytest.mark.parametrize("allow_pickle", [True, False])
+def test_a_value_that_cannot_be_sent_leaves_no_slab_behind(allow_pickle):
+    neighbours = Neighbours(limit=20_000)
+    for unsendable in (threading.Lock(), torch.ones(2).to_mkldnn()):
+        value = [torch.arange(50_000.0), np.arange(50_000), unsendable]
+        with pytest.raises(TelegradError):
+            pack(value, Route(1, allow_pickle), codec.encode, neighbours.lane)
+    gc.collect()
+    assert len(neighbours.shelf._slabs) == 0
+
+
+def test_a_lane_that_is_full_in_the_middle_of_a_value():
+    sent = [torch.full((20_000,), float(number)) for number in range(6)]
+    neighbours = Neighbours(limit=20_000)
+
+    def lane(address, size):
+        return neighbours.lane(address, size) if len(neighbours.shelf._slabs) < 3 else None
+
+    parcel = pack(sent, Route(1), codec.encode, lane)
+    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer] * 3 + [int] * 3
+    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    streamed = [bytearray(memory) for memory in parcel.stream]
+    _, got = receive(body, streamed, borrowed=neighbours.borrow(body))
+    assert all(torch.equal(one, other) for one, other in zip(got, sent, strict=True))
 
 
 # --- functions ------------------------------------------------------------------------------------------------------
@@ -531,7 +607,8 @@ def test_the_interceptor_sees_the_tensors(wrap):
     assert to == 1
     assert all(map(torch.equal, found, tensors))
     assert body.extra == [7, "extra"]
-    assert pack([1, 2], route, codec.encode).body.extra is None
+    assert pack([1, 2], route, codec.encode).body.extra == [7, "extra"]
+    assert seen[1:] == [(1, [])], "it sees every body, also one without tensors"
 
 
 # --- without pickle -------------------------------------------------------------------------------------------------

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from telegrad.transport import lane
+from telegrad.transport.lane import Shelf, Slab, Window
 from telegrad.wire import codec, values
 from telegrad.wire.frames import FrameReader, prefix
 from telegrad.wire.messages import Body, InPeer, Reply
@@ -67,25 +68,38 @@ def feed(reader: FrameReader, data: bytes, at_most: int = 1 << 30) -> list[Any]:
     return frames
 
 
-def read_lane(body: Body) -> list[Any]:
-    """What the receiver copies out of the sender's memory: here, out of its own."""
-    fetched = []
-    for buffer in body.buffers:
-        if isinstance(buffer, InPeer):
-            fetched.append(np.empty(buffer.size, np.uint8))
-            lane.read(os.getpid(), buffer.address, fetched[-1])
-    return fetched
+class Neighbours:
+    """A sender and a receiver in one process, and the lane between them for buffers from a limit on."""
+
+    def __init__(self, limit: int) -> None:
+        word = secrets.token_bytes(32)
+        self.limit = limit
+        self.shelf = Shelf(word)
+        self.window = Window(os.getpid(), word)
+
+    def lane(self, address: int, size: int) -> Slab | None:
+        return self.shelf.put(address, size) if size >= self.limit else None
+
+    def borrow(self, body: Body) -> list[Any]:
+        """What of a body lies in slabs, as the receiver sees it."""
+        shared = [buffer for buffer in body.buffers if isinstance(buffer, InPeer)]
+        return [self.window.view(buffer.slab, buffer.fd, buffer.size) for buffer in shared]
 
 
-def receive(body: Body, streamed: list[Any], rrefs: Any = (), allow_pickle: bool = True) -> tuple[list[Tensor], Any]:
-    buffers = codec.complete(body, streamed, read_lane(body))
+def receive(
+    body: Body, streamed: list[Any], rrefs: Any = (), allow_pickle: bool = True, borrowed: Any = ()
+) -> tuple[list[Tensor], Any]:
+    buffers = codec.complete(body, streamed, list(borrowed))
     tensors = values.tensors_of(body, buffers)
     return tensors, values.unpack(body, buffers, rrefs, tensors, allow_pickle)
 
 
 def trip(value: Any, lane_limit: int | None = None, rrefs: Any = (), **route: Any) -> Trip:
-    parcel = values.pack(value, Route(1, **route), codec.encode, lane_limit)
+    """With a limit, bigger buffers go by a lane that ends with the trip; what came is the receiver's own."""
+    neighbours = Neighbours(lane_limit) if lane_limit is not None else None
+    parcel = values.pack(value, Route(1, **route), codec.encode, neighbours.lane if neighbours else None)
     reader = FrameReader(codec.decode, codec.stream_sizes, lambda size: np.empty(size, np.uint8))
     ((message, streamed),) = feed(reader, frame_of(parcel))
-    tensors, value = receive(message.body, streamed, rrefs)
+    borrowed = neighbours.borrow(message.body) if neighbours else ()
+    tensors, value = receive(message.body, streamed, rrefs, borrowed=borrowed)
     return Trip(parcel, message.body, tensors, value)

@@ -210,7 +210,7 @@ def unlucky(to: str) -> tuple[str, int, str]:
 
 
 def send_around(to: str, size: int) -> tuple[bool, int]:
-    """A tensor goes there and back; whether it is the same, and how many big buffers the lane took."""
+    """A tensor goes there and back; whether it is the same, and how many links have an open lane."""
     tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
     back = rpc.rpc_sync(to, echo, args=(tensor,))
     open_lanes = sum(link.lane_open for peer in current_worker().agent.peers for link in peer.links)
@@ -253,7 +253,7 @@ def double_arrays(to: str) -> bool:
 
 
 def close_lanes() -> None:
-    """Publishes a word that nobody finds in this process's memory, as on a host that forbids to look there."""
+    """Publishes a word that nobody finds behind this process's descriptor, as on a host that forbids to look there."""
     from telegrad.rpc import api
     from telegrad.transport.lane import Proof
 

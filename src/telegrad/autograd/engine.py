@@ -199,7 +199,7 @@ class Engine:
                 notes += self._start_wave(this)
             else:
                 notes.append((this.id.created_on, PlanWanted(this.id)))
-        notes += [(to, Explored(this.id, tuple(plan.curious))) for to, _ in plan.wave.settle()]
+        notes += [(to, Explored(this.id, owed, tuple(plan.curious))) for to, owed in plan.wave.settle()]
         if this.is_root and plan.ends():
             notes += [(worker, PlanKnown(this.id)) for worker in plan.curious]
             jobs += local.plan_known(plan.live)
@@ -217,9 +217,10 @@ class Engine:
     def _discover(self, this: Pass, found: dict[int, dict[int, set[int]]]) -> Notes:
         notes: Notes = []
         for worker, sends in found.items():
-            this.plan.wave.sent(worker)
+            counted = this.plan.wave.sent(worker)
             this.told.add(worker)
-            notes.append((worker, Discover(this.head, tuple((m, tuple(sorted(parts))) for m, parts in sends.items()))))
+            live = tuple((message_id, tuple(sorted(parts))) for message_id, parts in sends.items())
+            notes.append((worker, Discover(this.head, live, counted)))
         return notes
 
     def _carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
@@ -380,7 +381,9 @@ class Engine:
             if this.error is not None:
                 return
             this.survey()
-            answers = [(to, Explored(this.id, ())) for to, _ in this.plan.wave.received(sender)]
+            answers = [
+                (to, Explored(this.id, owed, ())) for to, owed in this.plan.wave.received(sender, payload.counted)
+            ]
             new = this.plan.discovered(payload.sends)
             if this.local.may_be_curious and not this.asked and not this.is_root:
                 this.asked = True
@@ -392,7 +395,7 @@ class Engine:
     def _on_explored(self, sender: int, payload: Explored, _: Open) -> None:
         this = self._find(GlobalId(*payload.pass_id))
         if this is not None:
-            self._step(this, lambda: this.plan.explored(sender, payload.curious))
+            self._step(this, lambda: this.plan.explored(sender, payload.owed, payload.curious))
 
     def _on_plan_wanted(self, sender: int, payload: PlanWanted, _: Open) -> None:
         this = self._find(GlobalId(*payload.pass_id))

@@ -260,12 +260,17 @@ class Discover(_Record, frozen=True, tag=43):
 
     head: PassHead
     sends: tuple[tuple[int, tuple[Size, ...]], ...]
+    counted: bool  # as in Gradient
 
 
 class Explored(_Record, frozen=True, tag=44):
-    """All that a Discover led to is explored.  ``curious``: the workers that want to know when the wave has ended."""
+    """All that a Discover led to is explored, but for ``owed`` Discovers that went back to its sender.
+
+    ``curious``: the workers that want to know when the wave has ended.
+    """
 
     pass_id: GlobalId
+    owed: int
     curious: tuple[int, ...]
 
 
