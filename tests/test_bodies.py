@@ -1,0 +1,414 @@
+"""Bodies over one link: which buffers go by the lane, when their slabs come back, and when they do not."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from telegrad.agent import bodies
+from telegrad.agent.bodies import Bodies
+from telegrad.agent.peers import Peer, WorkerRecord
+from telegrad.errors import SerializationError, WorkerLostError
+from telegrad.ids import GlobalId
+from telegrad.transport import lane
+from telegrad.transport.buffers import size_class
+from telegrad.transport.lane import LANE_LIMIT, Window
+from telegrad.wire import codec
+from telegrad.wire.messages import Body, InPeer, Reply, RRefFork, Taken
+from telegrad.wire.values import EMPTY_PARCEL, Parcel, Route
+
+BIG = 100_000  # bytes
+WORD = bytes(range(32))
+
+
+class FakeLink:
+    """One end of a link: holds what was lent, and remembers what is to be said."""
+
+    def __init__(self, peer_id: int, lane_open: bool = True) -> None:
+        self.peer_id = peer_id
+        self.lane_open = lane_open
+        self.held: dict[int, Any] = {}
+        self.posted: list[Taken] = []
+
+    def post(self, message: Taken) -> None:
+        self.posted.append(message)
+
+
+class Pair:
+    """A sender and a receiver, and both ends of the link between them."""
+
+    def __init__(self, lane_open: bool = True) -> None:
+        self.sender, self.receiver = Bodies(True, WORD), Bodies(True, bytes(32))
+        self.out, self.back = FakeLink(1, lane_open), FakeLink(0)
+        self.to = Peer(WorkerRecord(1, "receiver"), Route(1))
+        self.origin = Peer(WorkerRecord(0, "sender", pid=os.getpid(), lane_word=WORD), Route(0))
+
+    def pack(self, value: Any) -> Parcel:
+        return self.sender.pack(self.to, self.out, value)
+
+    def open(self, parcel: Parcel) -> Any:
+        body = arrived(parcel)
+        return self.receiver.open(self.origin, self.back, body, [bytearray(memory) for memory in parcel.stream])[0]
+
+    def deliver(self) -> list[Taken]:
+        """Brings what the receiver has to say to the sender."""
+        said, self.back.posted = self.back.posted, []
+        for message in said:
+            self.sender.taken(self.out, message)
+        return said
+
+    @property
+    def idle(self) -> int:
+        return self.sender.shelf._idle.bytes
+
+    @property
+    def slabs(self) -> int:
+        return len(self.sender.shelf._slabs)
+
+
+def arrived(parcel: Parcel) -> Body:
+    message = codec.decode(codec.encode(Reply(1, parcel.body)))
+    assert isinstance(message, Reply)
+    return message.body
+
+
+def tensor(value: int, size: int = BIG) -> torch.Tensor:
+    return torch.full((size,), value, dtype=torch.uint8)
+
+
+def is_all(what: torch.Tensor, value: int) -> bool:
+    return bool((what == value).all())
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+# --- which way ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "by_lane"), [(LANE_LIMIT - 1, False), (LANE_LIMIT, True), (9 << 20, True)])
+def test_the_lane_takes_big_buffers(pair: Pair, size: int, by_lane: bool) -> None:
+    parcel = pair.pack([tensor(5, size)])
+    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer if by_lane else int]
+    assert list(pair.out.held.values()) == list(parcel.slabs)
+    assert len(pair.out.held) == by_lane
+    assert is_all(pair.open(parcel)[0], 5)
+
+
+def test_a_lane_that_is_closed_takes_nothing() -> None:
+    pair = Pair(lane_open=False)
+    parcel = pair.pack([tensor(5, 9 << 20)])
+    assert parcel.slabs == []
+    assert pair.out.held == {}
+    assert is_all(pair.open(parcel)[0], 5)
+    assert pair.slabs == 0
+
+
+def test_beyond_the_last_slab_buffers_go_by_the_socket(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane, "_MOST_SLABS", 2)
+    parcel = pair.pack([tensor(number) for number in range(5)])
+    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer] * 2 + [int] * 3
+    got = pair.open(parcel)
+    assert all(is_all(one, number) for number, one in enumerate(got))
+    del got, parcel
+    pair.receiver.give_back()
+    pair.deliver()
+    assert len(pair.pack([tensor(1), tensor(2)]).slabs) == 2
+
+
+def test_a_value_that_cannot_be_sent_holds_nothing(pair: Pair) -> None:
+    with pytest.raises(SerializationError):
+        pair.pack([tensor(1), (x for x in ())])
+    gc.collect()
+    assert pair.out.held == {}
+    assert pair.slabs == 0
+
+
+def test_nothing_is_an_empty_parcel_unless_the_interceptor_has_something_to_say(pair: Pair) -> None:
+    assert pair.pack(None) is EMPTY_PARCEL
+    pair.to.route.outgoing = lambda to, tensors: [to, len(tensors)]
+    parcel = pair.pack(None)
+    assert parcel.body == Body(extra=[1, 0])
+    heard: list[Any] = []
+    pair.receiver.incoming = lambda sender, extra, tensors: heard.append((sender, extra, tensors))
+    assert pair.open(parcel) is None
+    assert heard == [(0, [1, 0], [])]
+
+
+# --- coming back ----------------------------------------------------------------------------------------------------
+
+
+def test_a_slab_comes_back_when_the_last_tensor_over_it_is_gone(pair: Pair) -> None:
+    view = pair.open(pair.pack([tensor(1)]))[0][10:20]
+    (number,) = pair.out.held
+    pair.receiver.give_back()
+    assert pair.deliver() == []
+    del view
+    assert pair.back.posted == [], "nobody has looked yet"
+    pair.receiver.give_back()
+    assert pair.deliver() == [Taken(number)]
+    assert pair.out.held == {}
+    assert pair.idle == size_class(BIG)
+    pair.receiver.give_back()
+    assert pair.deliver() == [], "once"
+
+
+@pytest.mark.parametrize("with_what", ["pack", "open", "trim"])
+def test_it_is_said_with_whatever_comes_next(pair: Pair, with_what: str) -> None:
+    held = pair.open(pair.pack([tensor(1)]))
+    assert is_all(held[0], 1)
+    (number,) = pair.out.held
+    other = pair.pack([tensor(2)])
+    del held
+    if with_what == "pack":
+        pair.receiver.pack(pair.origin, pair.back, [1])
+    elif with_what == "open":
+        pair.open(other)
+    else:
+        pair.receiver.trim()
+    assert Taken(number) in pair.back.posted
+
+
+def test_the_same_slab_serves_again_and_again(pair: Pair) -> None:
+    numbers, addresses = set(), set()
+    for value in range(10):
+        parcel = pair.pack([tensor(value)])
+        numbers |= {slab.number for slab in parcel.slabs}
+        (got,) = pair.open(parcel)
+        assert is_all(got, value)
+        addresses.add(got.data_ptr())
+        got += 1  # the receiver's own
+        del got
+        pair.receiver.give_back()
+        pair.deliver()
+    assert len(numbers) == len(addresses) == pair.slabs == 1
+
+
+def test_what_is_kept_never_changes(pair: Pair) -> None:
+    kept = []
+    for value in range(0, 40, 2):
+        kept.append(pair.open(pair.pack([tensor(value)]))[0])
+        pair.open(pair.pack([tensor(value + 1)]))  # comes, and goes at once
+        pair.receiver.give_back()
+        pair.deliver()
+    assert all(is_all(one, 2 * number) for number, one in enumerate(kept))
+    assert pair.slabs == 21
+
+
+def test_it_is_a_snapshot(pair: Pair) -> None:
+    mine = tensor(1)
+    parcel = pair.pack([mine])
+    mine.fill_(2)
+    (got,) = pair.open(parcel)
+    mine.fill_(3)
+    assert is_all(got, 1)
+
+
+def test_several_buffers_of_one_message_come_back_one_by_one(pair: Pair) -> None:
+    parcel = pair.pack([tensor(1), tensor(2), np.full(BIG, 3, np.uint8)])
+    numbers = [slab.number for slab in parcel.slabs]
+    one, other, array = pair.open(parcel)
+    del array
+    pair.receiver.give_back()
+    assert len(pair.deliver()) == 1
+    del one
+    pair.receiver.give_back()
+    assert len(pair.deliver()) == 1
+    assert is_all(other, 2)
+    assert len(pair.out.held) == 1
+    del other
+    pair.receiver.give_back()
+    pair.deliver()
+    assert pair.idle == len(numbers) * size_class(BIG)
+
+
+def test_a_slab_goes_to_whoever_needs_it_next(pair: Pair) -> None:
+    (slab,) = pair.pack([tensor(1)]).slabs
+    pair.sender.taken(pair.out, Taken(slab.number))
+    other = FakeLink(2)
+    (again,) = pair.sender.pack(Peer(WorkerRecord(2, "third"), Route(2)), other, [tensor(2)]).slabs
+    assert again is slab
+    assert list(other.held) == [slab.number]
+
+
+@pytest.mark.parametrize("message", [Taken(12345), Taken(12345, kept=True), Taken(-1)])
+def test_a_slab_that_nobody_knows_is_no_error(pair: Pair, message: Taken) -> None:
+    pair.pack([tensor(1)])
+    pair.sender.taken(pair.out, message)
+    assert len(pair.out.held) == 1
+    assert pair.idle == 0
+
+
+def test_nobody_gives_back_what_another_has(pair: Pair) -> None:
+    (slab,) = pair.pack([tensor(1)]).slabs
+    pair.sender.taken(FakeLink(2), Taken(slab.number))
+    assert pair.out.held == {slab.number: slab}
+    assert pair.idle == 0
+
+
+def test_a_message_that_nobody_wants_gives_its_slabs_back(pair: Pair) -> None:
+    parcel = pair.pack([tensor(1), tensor(2), 3])
+    fork = RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 0)
+    made: list[RRefFork] = []
+    pair.receiver.make_reference = made.append
+    body = arrived(parcel)
+    pair.receiver.discard(pair.back, Body(body.tree, buffers=(*body.buffers, bytearray(b"x"), 5), rrefs=(fork,)))
+    assert pair.deliver() == [Taken(slab.number) for slab in parcel.slabs]
+    assert pair.idle == 2 * size_class(BIG)
+    assert made == [fork]
+
+
+def test_a_value_that_cannot_be_rebuilt_gives_its_slabs_back(pair: Pair) -> None:
+    body = arrived(pair.pack([tensor(1)]))
+    too_long = type(body.tensors[0])(body.tensors[0].dtype, (2 * BIG,), 0)
+    with pytest.raises(SerializationError):
+        pair.receiver.open(pair.origin, pair.back, Body(body.tree, buffers=body.buffers, tensors=(too_long,)), [])
+    pair.receiver.give_back()
+    assert len(pair.deliver()) == 1
+    assert pair.idle == size_class(BIG)
+
+
+# --- not coming back ------------------------------------------------------------------------------------------------
+
+
+def test_who_keeps_a_tensor_for_long_keeps_its_slab(pair: Pair, clock: Clock) -> None:
+    (kept,) = pair.open(pair.pack([tensor(1)]))
+    (number,) = pair.out.held
+    clock.now += bodies._KEPT_SECONDS - 1
+    (young,) = pair.open(pair.pack([tensor(2)]))
+    pair.receiver.trim()
+    assert pair.deliver() == []
+    clock.now += 2
+    pair.receiver.trim()
+    assert pair.deliver() == [Taken(number, kept=True)]
+    assert number not in pair.out.held
+    assert pair.idle == 0
+    assert pair.slabs == 1, "the sender has only the other one left"
+    for value in range(3, 10):  # nothing of what follows lands there
+        pair.open(pair.pack([tensor(value)]))
+    assert is_all(kept, 1)
+    assert is_all(young, 2)
+    pair.receiver.trim()
+    del kept
+    pair.receiver.give_back()
+    assert Taken(number) not in pair.deliver(), "it is nobody's business any more"
+
+
+def test_a_slab_is_given_up_once(pair: Pair, clock: Clock) -> None:
+    kept = pair.open(pair.pack([tensor(1)]))
+    clock.now += 2 * bodies._KEPT_SECONDS
+    pair.receiver.trim()
+    assert len(pair.deliver()) == 1
+    clock.now += 2 * bodies._KEPT_SECONDS
+    pair.receiver.trim()
+    assert pair.deliver() == []
+    assert is_all(kept[0], 1)
+
+
+def test_what_was_kept_is_unmapped_with_its_last_tensor(pair: Pair, clock: Clock) -> None:
+    pair.open(pair.pack([tensor(0, 2 * BIG)]))  # used before it, so that a trim of the window takes this one
+    (kept,) = pair.open(pair.pack([tensor(1)]))
+    clock.now += 2 * bodies._KEPT_SECONDS
+    pair.receiver.trim()
+    pair.deliver()
+    assert mappings() == 2, "the slab that waits at the sender, and that of the tensor"
+    assert is_all(kept, 1)
+    del kept
+    assert mappings() == 1
+
+
+def test_after_the_link_is_gone_the_tensor_is_the_receivers_alone(pair: Pair) -> None:
+    (kept,) = pair.open(pair.pack([tensor(1)]))
+    pair.out.held.clear()  # as a link does that breaks
+    assert pair.slabs == 0
+    for value in range(2, 10):
+        pair.pack([tensor(value)])
+        pair.out.held.clear()
+    assert is_all(kept, 1)
+    del kept
+    pair.receiver.give_back()
+    pair.deliver()
+    assert pair.idle == 0, "what comes too late is no slab of ours"
+
+
+def test_a_trim_gives_all_back_to_the_system_in_the_end(pair: Pair) -> None:
+    got = pair.open(pair.pack([tensor(value, BIG * (value + 1)) for value in range(4)]))
+    del got
+    pair.receiver.give_back()
+    pair.deliver()
+    assert mappings() == 8
+    for _ in range(4):
+        pair.sender.trim()
+        pair.receiver.trim()
+    assert mappings() == 0
+    assert pair.slabs == 0
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum(lane._name(WORD, 0)[:-1] in line for line in maps)
+
+
+# --- failure --------------------------------------------------------------------------------------------------------
+
+
+def refuse_view(monkeypatch: pytest.MonkeyPatch, which: Sequence[int]) -> None:
+    """Lets the views of these numbers, counted from one, fail."""
+    view, count = Window.view, [0]
+
+    def failing(self: Window, number: int, fd: int, size: int) -> Any:
+        count[0] += 1
+        if count[0] in which:
+            raise OSError(12, "Cannot allocate memory")
+        return view(self, number, fd, size)
+
+    monkeypatch.setattr(Window, "view", failing)
+
+
+@pytest.mark.parametrize("failing", [1, 2, 3])
+def test_a_slab_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+    parcel = pair.pack([tensor(1), tensor(2), tensor(3)])
+    numbers = {slab.number for slab in parcel.slabs}
+    refuse_view(monkeypatch, [failing])
+    with pytest.raises(WorkerLostError, match=r"worker 'sender' took 100,000 bytes away: .*Cannot allocate memory"):
+        pair.open(parcel)
+    pair.receiver.give_back()
+    said = pair.deliver()
+    assert {message.slab for message in said} == numbers
+    assert len(said) == 3
+    assert pair.out.held == {}
+    assert pair.idle == 3 * size_class(BIG)
+    assert is_all(pair.open(pair.pack([tensor(4)]))[0], 4), "and the next call goes well"
+
+
+def test_a_sender_that_is_gone(pair: Pair) -> None:
+    parcel = pair.pack([tensor(1)])
+    pair.origin = Peer(WorkerRecord(0, "sender", pid=2**22 + 1, lane_word=WORD), Route(0))
+    with pytest.raises(WorkerLostError, match="worker 'sender' took 100,000 bytes away"):
+        pair.open(parcel)
+
+
+def test_a_receiver_that_is_told_of_no_slab_of_the_sender(pair: Pair) -> None:
+    body = Body([0], buffers=(InPeer(1, 0, BIG),))
+    with pytest.raises(WorkerLostError, match="took 100,000 bytes away"):
+        pair.receiver.open(pair.origin, pair.back, body, [])
