@@ -98,6 +98,6 @@ LIMITS = {
     for limit in (
         Limit("round_trip", "raw Unix-socket round trip", _RoundTrip, Plan(warmup=100, samples=400), Plan(5, 20)),
         Limit("memcpy", "memcpy into reused memory", _Memcpy, Plan(2, 8), Plan(1, 2), payload=_MEMCPY_BYTES),
-        Limit("plain_backward", "torch.autograd.grad", _PlainBackward, Plan(warmup=3, samples=20), Plan(1, 3)),
+        Limit("plain_backward", "plain torch.autograd.grad", _PlainBackward, Plan(warmup=3, samples=20), Plan(1, 3)),
     )
 }

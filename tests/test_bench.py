@@ -128,7 +128,7 @@ class TestModesAndGrowth:
 
     def test_smart_that_is_too_slow_is_a_miss(self) -> None:
         misses = judge(ROWS.values(), in_both_modes(2.0)).misses
-        assert misses == ["context, one small call: SMART takes 2.00× FAST, the floor is 1.5×"]
+        assert misses == ["context: one small call: SMART takes 2.00× FAST, the floor is 1.5×"]
 
     def test_fast_is_no_library(self) -> None:
         (line,) = judge(ROWS.values(), in_both_modes(1.0)).lines
@@ -143,7 +143,7 @@ class TestModesAndGrowth:
 
     def test_a_local_backward_that_is_too_slow_is_a_miss(self) -> None:
         verdict = judge(ROWS.values(), results(telegrad=0.14, torch=1.0, raw=0.1, row="local_backward"))
-        assert verdict.misses == ["backward of 1,600 local nodes: 1.40× the torch.autograd.grad, the floor is 1.3×"]
+        assert verdict.misses == ["backward of 1,600 nodes: 1.40× the plain torch.autograd.grad, the floor is 1.3×"]
 
     def test_points_make_curves(self) -> None:
         verdict = judge(ROWS.values(), growing())
@@ -248,7 +248,7 @@ class TestReports:
     def test_markdown_of_modes_and_growth(self) -> None:
         machine = this_machine()
         page = markdown.page(machine, judge(ROWS.values(), in_both_modes(1.2)))
-        assert "| context, one small call | 2.40 s | 2.00 s | 1.20× | 1.20..1.20 | 1.5× | 1.25× | ★ goal met |" in page
+        assert "| context: one small call | 2.40 s | 2.00 s | 1.20× | 1.20..1.20 | 1.5× | 1.25× | ★ goal met |" in page
         cells = "| telegrad | 1: 1.00 µs | 1,000: 1.00 ms | 1.00 µs | 1.00 | 1.00 |"
         verdict = judge(ROWS.values(), growing())
         assert cells in markdown.page(machine, verdict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -46,12 +46,20 @@ class Context:
         self.origin: int | None = None  # who told this worker first; it is told by others when the context ends
         self.workers: set[int] = set()  # whom this worker told of the context
         self.passes: dict[GlobalId, Any] = {}  # those that this worker takes part in; None: it has failed
+        self.tops: set[Node] = set()
+        self.nodes: set[Node] = set()
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self._lock = threading.Lock()
 
     @property
     def creator(self) -> int:
         return self.id >> _WORKER_SHIFT
+
+    def keep_graph(self, tops: Iterable[Node], nodes: Iterable[Node]) -> None:
+        """Nodes of a big graph, which must not be freed all at once (see ``graph``)."""
+        with self._lock:
+            self.tops.update(tops)
+            self.nodes.update(nodes)
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

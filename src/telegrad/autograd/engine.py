@@ -31,6 +31,7 @@ from telegrad.agent.failures import copy_of, failure_of, rebuild
 from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry, Scope
 from telegrad.autograd.functions import ANCHOR, Recv, here
+from telegrad.autograd.graph import Graveyard
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT, Job
 from telegrad.autograd.passes import Pass
@@ -71,6 +72,7 @@ class Engine:
         self.registry = Registry(self._me)
         self.attach = Attach(self.registry)
         self._leaves = Leaves()
+        self._graveyard = Graveyard()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
@@ -514,6 +516,11 @@ class Engine:
             return
         for this in [each for each in context.passes.values() if each is not None]:
             self._abort(this, TelegradError(f"context {context_id} has ended"))
+        context.passes.clear()
+        if context.nodes:
+            self._graveyard.bury(context.tops, context.nodes)
+            context.sends, context.tops, context.nodes = {}, set(), set()
+        self._graveyard.visit()
         for worker in context.workers - {context.origin, self._me}:
             self._agent.post(worker, DropContext(context_id), soon=True)
 

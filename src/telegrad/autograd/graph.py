@@ -5,11 +5,17 @@ common node form one *unit*, since that node must run once, with the sum of what
 they come, so they join nobody, unless a hook of theirs wants to see the whole sum.
 
 The walk is the price of every pass, about 1 us a node, so it is written plainly: one loop, no calls.
+
+It has a trap: torch frees a long chain of nodes in a loop, but not once Python has seen them; then each node frees the
+next inside its own destructor, and a chain of some 20,000 overflows the stack.  So nodes of a big graph are kept, and
+let go of one by one (:class:`Graveyard`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+import threading
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +39,10 @@ class Unit:
     nodes: list[Node] = field(default_factory=list)  # all between; known only where sources may meet
 
 
-def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> list[Unit]:
-    """The units of these sources, each given as its name and the edges at which its gradients enter."""
+def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
+    """The units of these sources, each given as its name and the edges at which its gradients enter; and all nodes."""
     if len(sources) == 1:
-        return [_alone(*sources[0])]
+        return _alone(*sources[0])
     owner: dict[Node, int] = {}  # which source came to a node first
     parent = list(range(len(sources)))
     leaves: list[set[Node]] = []
@@ -65,10 +71,10 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> list[Unit]:
         leaves.append(mine)
         recvs.append(received)
     _join_at_hooks(parent, leaves)
-    return _units(sources, parent, leaves, recvs, owner)
+    return _units(sources, parent, leaves, recvs, owner), owner
 
 
-def _alone(source: int, edges: Iterable[Edge]) -> Unit:
+def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[Node]]:
     """As ``survey``, for one source that meets nobody."""
     seen: set[Node] = set()
     leaves: set[Node] = set()
@@ -87,7 +93,7 @@ def _alone(source: int, edges: Iterable[Edge]) -> Unit:
             leaves.add(node)
         else:
             todo.extend(node.next_functions)
-    return Unit([source], list(leaves), recvs)
+    return [Unit([source], list(leaves), recvs)], seen
 
 
 def _find(parent: list[int], index: int) -> int:
@@ -163,3 +169,47 @@ class Explorer:
             seen.add(node)
             todo.extend(node.next_functions)
         return new
+
+
+DEEP = 4_000  # nodes: a smaller graph can be left to torch
+_ALONE = 3  # references to a node that only the graveyard holds: its set, a variable, and the question itself
+
+
+class Graveyard:
+    """Big graphs whose contexts have ended.  Each is freed from its top, a node at a time, as far as nobody uses it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._graphs: list[tuple[set[Node], set[Node]]] = []
+
+    def bury(self, tops: Iterable[Node], nodes: set[Node]) -> None:
+        """``nodes`` may be referred to by nobody else who knows of it."""
+        with self._lock:
+            self._graphs.append((set(tops), nodes))
+
+    def visit(self) -> None:
+        """Frees what has become free."""
+        if not self._graphs:
+            return
+        with self._lock:
+            self._graphs = [(tops, nodes) for tops, nodes in self._graphs if _dig(tops, nodes)]
+
+    def __len__(self) -> int:
+        return sum(len(nodes) for _, nodes in self._graphs)
+
+
+def _dig(tops: set[Node], nodes: set[Node]) -> bool:
+    """Frees nodes from the top; whether some are left, which somebody else still holds."""
+    todo = list(tops)
+    tops.clear()
+    while todo:
+        node = todo.pop()
+        if node not in nodes:
+            continue
+        if sys.getrefcount(node) > _ALONE:
+            tops.add(node)  # in use, or known to another node that is: from here on the next time
+            continue
+        nodes.discard(node)
+        todo += [child for child, _ in node.next_functions if child is not None]
+        del node
+    return bool(nodes)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.graph import Edge, Explorer, Unit, survey
+from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
 from telegrad.ids import GlobalId
@@ -58,7 +58,10 @@ class Pass:
         sources: list[tuple[int, Sequence[Edge]]] = [(ROOT, self.root_edges)] if self.is_root else []
         for message_id, send in reversed(list(self.context.sends.items())):
             sources.append((message_id, [(node, 0) for node in send.parts]))
-        self.local.surveyed(survey(sources))
+        units, nodes = survey(sources)
+        self.local.surveyed(units)
+        if len(nodes) > DEEP:
+            self.context.keep_graph([node for _, edges in sources for node, _ in edges if node is not None], nodes)
 
     def explore(self, edges: Sequence[Edge]) -> dict[int, dict[int, set[int]]]:
         """Follows live edges; what was found, as worker → message → parts."""
