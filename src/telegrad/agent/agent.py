@@ -279,11 +279,18 @@ class Agent:
     def _send_note(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
         note, parcel = what
         try:
-            self.link_to(peer).send(note, parcel.stream)
+            self.link_to(peer).send(note, parcel.stream, more=True)
         except TelegradError as error:
             log.debug("note to %r not sent: %s", peer.name, error)  # it is repeated, or the peer is lost
 
     def _take_note(self, link: Link, note: Note, streamed: list[Any]) -> None:
+        opened = False
+
+        def open_value() -> Any:
+            nonlocal opened
+            opened = True
+            return self._open(link, note.body, streamed)
+
         with self._lock:
             first = self._inbox.accept(link.peer_id, note)
             self._outbox.acknowledged(link.peer_id, note.acks)
@@ -292,9 +299,9 @@ class Agent:
         else:
             self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
         if first:
-            self.note_handlers[type(note.payload)](
-                link.peer_id, note.payload, lambda: self._open(link, note.body, streamed)
-            )
+            self.note_handlers[type(note.payload)](link.peer_id, note.payload, open_value)
+            if not opened and note.body.buffers:
+                self.bodies.discard(link, note.body)
 
     def take_part(self, worker: int, done: Callable[[], bool]) -> bool:
         """Handles, on the calling thread, what that worker sends within moments; False if nothing comes, or another

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.failures import copy_of, rebuild
@@ -20,11 +23,12 @@ from telegrad.wire.messages import Body, Failure, Reply
 class Ticket:
     """Where the outcome of one call arrives.  Plain slots and a lock: a ``threading.Event`` costs 3 us more a call."""
 
-    __slots__ = ("future", "gate", "helped", "link", "outcome")
+    __slots__ = ("future", "gate", "grad_enabled", "helped", "link", "outcome")
 
     def __init__(self, link: Link, future: Future | None) -> None:
         self.link = link
         self.future = future
+        self.grad_enabled = future is None or torch.is_grad_enabled()  # a future is completed by another thread
         self.outcome: Frame | TelegradError | None = None
         self.helped = False  # the thread that waits for the future will complete it
         self.gate = threading.Lock()
@@ -147,7 +151,8 @@ class Outcomes:
             return  # another thread completes it
         future._help = None
         try:
-            value = self._result(ticket)
+            with contextlib.nullcontext() if ticket.grad_enabled else torch.no_grad():
+                value = self._result(ticket)
         except Exception as error:
             future.set_exception(error)
         else:

@@ -46,19 +46,18 @@ class Attach:
             if context is None:
                 return None  # it has ended meanwhile
             if message_id != NO_MESSAGE:
-                received = self._receive(Recv(context_id, sender, message_id), [tensors[index] for index in indices])
-                for index, tensor in zip(indices, received, strict=True):
-                    tensors[index] = tensor
+                recv = Recv(context_id, sender, message_id)
+                for part, index in enumerate(indices):
+                    tensors[index] = self._receive(recv, part, tensors[index])
                 context.recvs += 1
         except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"a message speaks of its context in a way that makes no sense: {extra!r}") from error
         return Scope(context)
 
     @staticmethod
-    def _receive(recv: Recv, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    def _receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
         with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
-            received = receive(recv, tensors)
-        for old, new in zip(tensors, received, strict=True):
-            if isinstance(old, torch.nn.Parameter):
-                new._is_param = True  # so that it still passes for one
+            received = receive(recv, part, tensor)
+        if isinstance(tensor, torch.nn.Parameter):
+            received._is_param = True  # so that it still passes for one
         return received

@@ -1,9 +1,9 @@
 """When a computation that spreads from worker to worker has ended (Dijkstra and Scholten's algorithm).
 
 Each worker keeps count of the messages that it sent and that were not answered.  The first message that reaches a
-passive worker makes its sender that worker's *parent*; all later ones are answered at once.  When the worker has
-nothing to do and all its own messages are answered, it answers its parent, and may be drawn in again later.  When the
-root has nothing to do and no unanswered message, nobody has.
+passive worker makes its sender that worker's *parent*; messages of others are answered at once.  When the worker has
+nothing to do and all its own messages are answered, it answers all those of its parent, and may be drawn in again
+later.  When the root has nothing to do and no unanswered message, nobody has.
 
 One shortcut: a message to the parent need not be answered.  The parent waits for its child's answer anyway, and that
 says how many such messages it is owed, whichever arrives first.
@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 
 class Answer(NamedTuple):
-    """Tell that worker that all its message caused is done, but for so many messages back to it."""
+    """Tell that worker that all that so many messages of its caused is done, but for ``owed`` messages back to it."""
 
     to: int
+    messages: int
     owed: int
 
 
@@ -29,6 +30,7 @@ class Diffusion:
         self._root = root
         self._engaged = root
         self._parent: int | None = None
+        self._from_parent = 0
         self._sent_up = 0
         self._unanswered: dict[int, int] = {}
         self._owed: dict[int, int] = {}  # below 0: they came before the answer that tells of them
@@ -36,10 +38,12 @@ class Diffusion:
     def received(self, sender: int, counted: bool = True) -> list[Answer]:
         if not counted:
             self._count(self._owed, sender, -1)
-        elif self._engaged:
-            return [Answer(sender, 0)]
+        elif not self._engaged:
+            self._engaged, self._parent, self._from_parent = True, sender, 1
+        elif sender == self._parent:
+            self._from_parent += 1
         else:
-            self._engaged, self._parent = True, sender
+            return [Answer(sender, 1, 0)]
         return []
 
     def sent(self, to: int) -> bool:
@@ -50,8 +54,8 @@ class Diffusion:
         self._count(self._unanswered, to, 1)
         return True
 
-    def answered(self, by: int, owed: int) -> None:
-        self._count(self._unanswered, by, -1)
+    def answered(self, by: int, messages: int, owed: int) -> None:
+        self._count(self._unanswered, by, -messages)
         self._count(self._owed, by, owed)
 
     @staticmethod
@@ -75,7 +79,7 @@ class Diffusion:
         if self._root or not self._engaged or not self.quiet:
             return []
         assert self._parent is not None
-        answer = Answer(self._parent, self._sent_up)
+        answer = Answer(self._parent, self._from_parent, self._sent_up)
         self._engaged, self._parent, self._sent_up = False, None, 0
         return [answer]
 

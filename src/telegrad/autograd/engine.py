@@ -38,9 +38,8 @@ from telegrad.autograd.passes import Pass
 from telegrad.current import current_worker
 from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId
-from telegrad.wire.callables import export
+from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import (
-    Body,
     Call,
     Discover,
     DropContext,
@@ -153,13 +152,13 @@ class Engine:
 
     def _nothing_came(self, this: Pass) -> MissingGradientError:
         """The pass is over, and somebody still waits."""
-        missing = [
-            f"on worker {self._name(report.worker)}: {what}"
-            for report in this.local.reports.values()
-            for what in report.missing
-        ]
+        total, texts = 0, []
+        for report in [each for each in this.local.reports.values() if each.missing]:
+            total += report.missing
+            missing = this.missing() if report.worker == self._me else self._ask(report.worker, missing_of, this.id)
+            texts.append(f"on worker {self._name(report.worker)}: {', '.join(missing or ['it does not say which'])}")
         return MissingGradientError(
-            f"{len(missing)} sends got no gradient, so FAST cannot finish (SMART can): {'; '.join(missing)}"
+            f"{total} sends got no gradient, so FAST cannot finish (SMART can): {'; '.join(texts)}"
         )
 
     def _blocking(self, wait: Callable[[], bool]) -> bool:
@@ -172,19 +171,19 @@ class Engine:
 
     def _ask_around(self, this: Pass) -> str:
         """What the other workers know of a pass that takes too long."""
-        asked = []
-        for peer in self._agent.peers:
-            if peer.links and peer.id != self._me:
-                with contextlib.suppress(TelegradError):
-                    asked.append(
-                        (peer.name, self._agent.start_call(peer, "describe_pass", 1.0, _ask, (*this.id, None)))
-                    )
-        texts = []
-        for name, waiting in asked:
-            with contextlib.suppress(TelegradError):
-                if text := self._agent.wait(waiting):
-                    texts.append(f". Worker {name!r}: {text}")
-        return "".join(texts)
+        near = [peer for peer in self._agent.peers if peer.links and peer.id != self._me]
+        texts = [(peer.name, self._ask(peer.id, describe_pass, this.id)) for peer in near]
+        return "".join(f". Worker {name!r}: {text}" for name, text in texts if text)
+
+    def _ask(self, worker: int, function: Callable[..., Any], pass_id: GlobalId) -> Any:
+        """The result of a function there; None if there is none soon."""
+        name = name_of(function)
+        assert name is not None
+        with contextlib.suppress(TelegradError):
+            peer = self._agent.peer(worker)
+            call = self._agent.start_call(peer, name, 1.0, lambda i, body: Call(i, name, body), (*pass_id, None))
+            return self._agent.wait(call)
+        return None
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -201,11 +200,11 @@ class Engine:
                 notes += self._start_wave(this)
             else:
                 notes.append((this.id.created_on, PlanWanted(this.id)))
-        notes += [(to, Explored(this.id, owed, tuple(plan.curious))) for to, owed in plan.wave.settle()]
+        notes += [(to, Explored(this.id, count, owed, tuple(plan.curious))) for to, count, owed in plan.wave.settle()]
         if this.is_root and plan.ends():
             notes += [(worker, PlanKnown(this.id)) for worker in plan.curious]
             jobs += local.plan_known(plan.live)
-        notes += [(to, Finished(this.id, owed, local.report())) for to, owed in local.flow.settle()]
+        notes += [(to, Finished(this.id, count, owed, local.report())) for to, count, owed in local.flow.settle()]
         if local.flow.over and not this.over:
             local.report()
             this.over = True
@@ -300,16 +299,15 @@ class Engine:
         parts = this.gradients[message_id]
         return parts[part] if part in parts else this.zeros(message_id, part)
 
-    def emit(self, this: Pass, job: Job, recv: Recv, node: Any, gradients: Sequence[Tensor | None]) -> None:
-        """Called by torch's engine: sends what a recv got to the other end."""
-        parts = this.recv_parts(job, node)
+    def emit(self, this: Pass, recv: Recv, gradients: dict[int, Tensor | None]) -> None:
+        """Called by torch's engine: sends what the tensors of a message got to its other end."""
         with this.lock:
             if this.error is not None:
                 raise copy_of(this.error)
             counted = this.local.flow.sent(recv.sender)
             this.told.add(recv.sender)
-        payload = Gradient(this.head, recv.message_id, tuple(parts), counted)
-        if not self._agent.post(recv.sender, payload, [gradients[part] for part in parts]):
+        payload = Gradient(this.head, recv.message_id, tuple(gradients), counted)
+        if not self._agent.post(recv.sender, payload, list(gradients.values())):
             raise self._lost(recv.sender)
 
     # --- what the other workers say -----------------------------------------------------------------------------
@@ -329,7 +327,7 @@ class Engine:
             found: Pass | None = context.passes[pass_id]
             return found
 
-    def _find(self, pass_id: GlobalId) -> Pass | None:
+    def find_pass(self, pass_id: GlobalId) -> Pass | None:
         for context in self.registry:
             found: Pass | None = context.passes.get(pass_id)
             if found is not None:
@@ -357,19 +355,19 @@ class Engine:
                     return
                 job = event()
                 notes, jobs = self._next_steps(this)
-            notes = [*((to, Finished(this.id, owed, ())) for to, owed in answers), *notes]
+            notes = [*((to, Finished(this.id, count, owed, ())) for to, count, owed in answers), *notes]
         except BaseException as error:
             self._fail(this, error)
             return
         self._carry_out(this, notes, [*([job] if job is not None else []), *jobs])
 
     def _on_finished(self, sender: int, payload: Finished, _: Open) -> None:
-        this = self._find(GlobalId(*payload.pass_id))
+        this = self.find_pass(GlobalId(*payload.pass_id))
         if this is not None:
 
             def event() -> None:
                 this.local.heard(payload.reports)
-                this.local.flow.answered(sender, payload.owed)
+                this.local.flow.answered(sender, payload.count, payload.owed)
 
             self._step(this, event)
 
@@ -384,7 +382,8 @@ class Engine:
                 return
             this.survey()
             answers = [
-                (to, Explored(this.id, owed, ())) for to, owed in this.plan.wave.received(sender, payload.counted)
+                (to, Explored(this.id, count, owed, ()))
+                for to, count, owed in this.plan.wave.received(sender, payload.counted)
             ]
             new = this.plan.discovered(payload.sends)
             if this.local.may_be_curious and not this.asked and not this.is_root:
@@ -395,12 +394,12 @@ class Engine:
         self._carry_out(this, [*answers, *found, *notes], jobs)
 
     def _on_explored(self, sender: int, payload: Explored, _: Open) -> None:
-        this = self._find(GlobalId(*payload.pass_id))
+        this = self.find_pass(GlobalId(*payload.pass_id))
         if this is not None:
-            self._step(this, lambda: this.plan.explored(sender, payload.owed, payload.curious))
+            self._step(this, lambda: this.plan.explored(sender, payload.count, payload.owed, payload.curious))
 
     def _on_plan_wanted(self, sender: int, payload: PlanWanted, _: Open) -> None:
-        this = self._find(GlobalId(*payload.pass_id))
+        this = self.find_pass(GlobalId(*payload.pass_id))
         if this is None:
             return
         with this.lock:
@@ -415,7 +414,7 @@ class Engine:
         self._carry_out(this, [*notes, *more], jobs)
 
     def _on_plan_known(self, sender: int, payload: PlanKnown, _: Open) -> None:
-        this = self._find(GlobalId(*payload.pass_id))
+        this = self.find_pass(GlobalId(*payload.pass_id))
         if this is not None:
             with this.lock:
                 if this.error is not None:
@@ -453,7 +452,7 @@ class Engine:
             self._agent.post(root.id, payload)
 
     def _on_failed(self, sender: int, payload: PassFailed, open_value: Open) -> None:
-        this = self._find(GlobalId(*payload.pass_id))
+        this = self.find_pass(GlobalId(*payload.pass_id))
         if this is None:
             return
         try:
@@ -536,27 +535,34 @@ class Engine:
         return [this for context in self.registry for this in context.passes.values() if this is not None]
 
 
-def _ask(call_id: int, body: Body) -> Call:
-    return Call(call_id, f"{__name__}:describe_pass", body)
-
-
 @export
 def describe_pass(root: int, number: int) -> str:
     """Runs on any worker: what it knows of a pass."""
-    engine = current_worker().autograd
-    return next((repr(this) for this in engine.passes() if this.id == (root, number)), "")
+    this = current_worker().autograd.find_pass(GlobalId(root, number))
+    return repr(this) if this is not None else ""
+
+
+@export
+def missing_of(root: int, number: int) -> list[str]:
+    """Runs on a worker that waits for sends in vain: which they are."""
+    this = current_worker().autograd.find_pass(GlobalId(root, number))
+    return this.missing() if this is not None else []
 
 
 class _Run:
     """What the nodes see of the engine call that runs them."""
 
-    __slots__ = ("_engine", "_job", "_pass")
+    __slots__ = ("_engine", "_job", "_pass", "_ready")
 
     def __init__(self, engine: Engine, this: Pass, job: Job) -> None:
         self._engine, self._pass, self._job = engine, this, job
+        self._ready: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
 
     def gradient_for(self, message_id: int, part: int) -> Tensor | None:
         return self._engine.gradient_for(self._pass, self._job, message_id, part)
 
-    def emit(self, recv: Recv, node: Any, gradients: Sequence[Tensor | None]) -> None:
-        self._engine.emit(self._pass, self._job, recv, node, gradients)
+    def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
+        ready = self._ready.setdefault(recv, {})
+        ready[part] = gradient
+        if len(ready) == len(self._pass.recv_parts(self._job, recv)):
+            self._engine.emit(self._pass, recv, self._ready.pop(recv))

@@ -11,7 +11,6 @@ engine runs it, the gradient is complete, all hooks have fired, and it leaves fo
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -35,8 +34,8 @@ class Run(Protocol):
     def gradient_for(self, message_id: int, part: int) -> Tensor | None:
         """Waits for the gradient of a sent tensor."""
 
-    def emit(self, recv: Recv, node: Any, gradients: Sequence[Tensor | None]) -> None:
-        """Sends the gradients of received tensors on their way."""
+    def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
+        """Sends the gradient of a received tensor on its way, with those of the same message."""
 
 
 class _Here(threading.local):
@@ -63,26 +62,25 @@ class SendRpc(torch.autograd.Function):
 
 
 class RecvRpc(torch.autograd.Function):
-    """The tensors of one message that came in."""
+    """One tensor of one message that came in.  A node for each: torch fires the hooks of all outputs of a node."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, recv: Recv, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.recv = recv
+    def forward(ctx: Any, anchor: Tensor, recv: Recv, part: int, tensor: Tensor) -> Tensor:
+        ctx.recv, ctx.part = recv, part
         ctx.set_materialize_grads(False)
-        # "Dirty" keeps the very tensors: an output that is a view of an input could not be changed in place.
-        ctx.mark_dirty(*tensors)
-        return tensors
+        ctx.mark_dirty(tensor)  # keeps the very tensor: a view of it could not be changed in place
+        return tensor
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
         run = here.run
         if run is None:
             raise UsageError(
                 "this tensor came from another worker, so a plain backward() ends here: call "
                 f"telegrad.autograd.backward({ctx.recv.context_id}, [loss]) inside the context, not loss.backward()"
             )
-        run.emit(ctx.recv, ctx, gradients)
-        return (None,) * (2 + len(gradients))
+        run.emit(ctx.recv, ctx.part, gradient)
+        return None, None, None, None
 
 
 #: The input of every recv: it makes torch record the node, and asking for its gradient makes torch run it.
@@ -96,7 +94,7 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
     return node
 
 
-def receive(recv: Recv, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Records that tensors were received."""
-    # ``data`` and not ``detach``, for that would be a view, of which a node can give back only one in place.
-    return cast("tuple[Tensor, ...]", RecvRpc.apply(ANCHOR, recv, *[tensor.data for tensor in tensors]))  # type: ignore[no-untyped-call]
+def receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
+    """Records that a tensor was received."""
+    # ``data`` and not ``detach``, for that would be a view, which could not be changed in place together with others.
+    return cast("Tensor", RecvRpc.apply(ANCHOR, recv, part, tensor.data))  # type: ignore[no-untyped-call]

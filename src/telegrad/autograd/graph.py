@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.autograd.graph import Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, RecvRpc
+from telegrad.autograd.functions import ANCHOR, Recv, RecvRpc
 
 Edge = tuple[Node | None, int]
 
@@ -35,7 +35,7 @@ class Unit:
 
     sources: list[int]
     leaves: list[Node] = field(default_factory=list)
-    recvs: dict[Any, set[int]] = field(default_factory=dict)  # and which of their tensors
+    recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
     nodes: list[Node] = field(default_factory=list)  # all between; known only where sources may meet
 
 
@@ -44,15 +44,16 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
     if len(sources) == 1:
         return _alone(*sources[0])
     owner: dict[Node, int] = {}  # which source came to a node first
+    taker: dict[Recv, int] = {}  # and to a message: its gradients go together
     parent = list(range(len(sources)))
     leaves: list[set[Node]] = []
-    recvs: list[dict[Any, set[int]]] = []
+    recvs: list[dict[Recv, set[int]]] = []
     for index, (_, edges) in enumerate(sources):
         mine: set[Node] = set()
-        received: dict[Any, set[int]] = {}
+        received: dict[Recv, set[int]] = {}
         todo = list(edges)
         while todo:
-            node, output = todo.pop()
+            node: Any = todo.pop()[0]
             if node is None:
                 continue
             kind = type(node)
@@ -60,13 +61,14 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
                 mine.add(node)
                 continue
             if kind is _RECEIVE:
-                received.setdefault(node, set()).add(output)
-            first = owner.get(node)
-            if first is None:
-                owner[node] = index
-                if kind is not _RECEIVE:
+                received.setdefault(node.recv, set()).add(node.part)
+                first = taker.setdefault(node.recv, index)
+            else:
+                first = owner.setdefault(node, -1)
+                if first == -1:
+                    owner[node] = first = index
                     todo.extend(node.next_functions)
-            elif first != index:
+            if first != index:
                 _join(parent, first, index)
         leaves.append(mine)
         recvs.append(received)
@@ -78,19 +80,18 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
     """As ``survey``, for one source that meets nobody."""
     seen: set[Node] = set()
     leaves: set[Node] = set()
-    recvs: dict[Any, set[int]] = {}
+    recvs: dict[Recv, set[int]] = {}
     todo = list(edges)
     while todo:
-        node, output = todo.pop()
+        node: Any = todo.pop()[0]
         if node is None or node in seen:
             continue
-        kind = type(node)
-        if kind is _RECEIVE:
-            recvs.setdefault(node, set()).add(output)
-            continue
         seen.add(node)
+        kind = type(node)
         if kind is _ACCUMULATE:
             leaves.add(node)
+        elif kind is _RECEIVE:
+            recvs.setdefault(node.recv, set()).add(node.part)
         else:
             todo.extend(node.next_functions)
     return [Unit([source], list(leaves), recvs)], seen
@@ -127,7 +128,7 @@ def _units(
     sources: Sequence[tuple[int, Iterable[Edge]]],
     parent: list[int],
     leaves: Sequence[set[Node]],
-    recvs: Sequence[dict[Any, set[int]]],
+    recvs: Sequence[dict[Recv, set[int]]],
     owner: dict[Node, int],
 ) -> list[Unit]:
     units: dict[int, Unit] = {}
@@ -136,8 +137,8 @@ def _units(
         unit.sources.append(source)
         known = set(unit.leaves)
         unit.leaves += [leaf for leaf in leaves[index] if leaf not in known]
-        for node, outputs in recvs[index].items():
-            unit.recvs.setdefault(node, set()).update(outputs)
+        for recv, parts in recvs[index].items():
+            unit.recvs.setdefault(recv, set()).update(parts)
     if any(len(unit.sources) > 1 for unit in units.values()):
         for node, index in owner.items():
             units[_find(parent, index)].nodes.append(node)
@@ -148,26 +149,24 @@ class Explorer:
     """What the live sources reach, as they become known one after the other."""
 
     def __init__(self) -> None:
-        self.reached: dict[Any, set[int]] = {}  # the recvs, and which of their tensors
+        self.reached: dict[Recv, set[int]] = {}  # and which of their tensors
         self._seen: set[Node] = set()
 
-    def explore(self, edges: Iterable[Edge]) -> dict[Any, set[int]]:
-        """Follows these edges; the recvs that were not known to be reached, or not all of those tensors."""
-        new: dict[Any, set[int]] = {}
+    def explore(self, edges: Iterable[Edge]) -> dict[Recv, set[int]]:
+        """Follows these edges; the recvs and tensors of them that were not known to be reached."""
+        new: dict[Recv, set[int]] = {}
         seen = self._seen
         todo = list(edges)
         while todo:
-            node, output = todo.pop()
+            node: Any = todo.pop()[0]
             if node is None or node in seen:
                 continue
-            if type(node) is _RECEIVE:
-                known = self.reached.setdefault(node, set())
-                if output not in known:
-                    known.add(output)
-                    new.setdefault(node, set()).add(output)
-                continue
             seen.add(node)
-            todo.extend(node.next_functions)
+            if type(node) is _RECEIVE:
+                self.reached.setdefault(node.recv, set()).add(node.part)
+                new.setdefault(node.recv, set()).add(node.part)
+            else:
+                todo.extend(node.next_functions)
         return new
 
 

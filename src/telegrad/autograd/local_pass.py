@@ -18,7 +18,7 @@ blocks; nothing else is left to do in that unit then.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from telegrad.autograd.diffusion import Diffusion
@@ -50,18 +50,17 @@ class Job:
 
 
 class LocalPass:
-    """``describe`` says what a source is, for those who look for it in vain."""
-
-    def __init__(self, worker: int, root: bool, fast: bool, describe: Callable[[int], str]) -> None:
+    def __init__(self, worker: int, root: bool, fast: bool) -> None:
         self.worker = worker
         self.flow = Diffusion(root)
         self.arrived: set[int] = set()
         self.live: set[int] | None = None  # None: not known yet
         self.jobs: list[Job] = []
         self.reports: dict[int, Report] = {}  # the latest of each worker that ever had one
+        self.curious: set[Job] = set()
+        self._blocked: set[Job] = set()
         self._by_source: dict[int, Job] = {}
         self._fast = fast
-        self._describe = describe
 
     def surveyed(self, units: Iterable[Unit]) -> None:
         """What this worker's graph looks like.  Once, before the first gradient."""
@@ -78,20 +77,17 @@ class LocalPass:
         """Whether there is a unit that cannot run before the plan is known."""
         return self.live is None and any(len(job.unit.sources) > 1 for job in self.jobs)
 
-    @property
-    def curious(self) -> bool:
-        return any(job.state is State.CURIOUS for job in self.jobs)
-
     # --- events -------------------------------------------------------------------------------------------------
 
     def came(self, source: int) -> Job | None:
         """A gradient has come; the job to run, if any."""
-        self.arrived.add(source)
         job = self._by_source.get(source)
         if job is None:
             raise LookupError(f"a gradient came for message {source}, which was never sent in this context")
+        self.arrived.add(source)
         if job.state is State.BLOCKED and job.blocked_on == source:
             job.state, job.blocked_on = State.RUNNING, None
+            self._blocked.discard(job)
             self.flow.active += 1  # on behalf of the call that wakes up now
             return None
         return self._consider(job)
@@ -100,13 +96,13 @@ class LocalPass:
         """Which sources will come; the jobs to run."""
         self.live = {*live, *self.arrived}
         ready = []
-        for job in self.jobs:
-            if job.state is State.CURIOUS:
-                self.flow.active -= 1
-                job.state = State.WAITING
-                started = self._consider(job)
-                assert started is not None
-                ready.append(started)
+        for job in self.curious:
+            self.flow.active -= 1
+            job.state = State.WAITING
+            started = self._consider(job)
+            assert started is not None
+            ready.append(started)
+        self.curious.clear()
         return ready
 
     def _consider(self, job: Job) -> Job | None:
@@ -114,6 +110,7 @@ class LocalPass:
             return None
         if len(job.unit.sources) > 1 and self.live is None:
             job.state = State.CURIOUS
+            self.curious.add(job)
             self.flow.active += 1  # or the pass would seem to be over
             return None
         live = self.live
@@ -124,6 +121,7 @@ class LocalPass:
 
     def blocked(self, job: Job, source: int) -> None:
         job.state, job.blocked_on = State.BLOCKED, source
+        self._blocked.add(job)
         self.flow.active -= 1
 
     def done(self, job: Job) -> None:
@@ -134,18 +132,14 @@ class LocalPass:
 
     def missing(self) -> list[int]:
         """The sources that are waited for and have not come; FAST waits for all that a worker has."""
-        wanted = (
-            self._by_source
-            if self._fast
-            else [source for job in self.jobs if job.state is State.BLOCKED for source in job.sources]
-        )
+        wanted = self._by_source if self._fast else [source for job in self._blocked for source in job.sources]
         return [source for source in wanted if source not in self.arrived]
 
     def report(self) -> tuple[Report, ...]:
-        """What goes up with an answer: who still waits for what, as far as it is known here."""
-        missing = tuple([self._describe(source) for source in self.missing()])
+        """What goes up with an answer: who still waits for how much, as far as it is known here."""
+        missing = len(self._by_source) - len(self.arrived) if self._fast else len(self._blocked)
         mine = self.reports.get(self.worker)
-        if missing != (mine.missing if mine is not None else ()):
+        if missing != (mine.missing if mine is not None else 0):
             self.reports[self.worker] = Report(self.worker, mine.version + 1 if mine is not None else 1, missing)
         return tuple(self.reports.values())
 

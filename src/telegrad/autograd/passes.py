@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad.autograd.context import Context
+from telegrad.autograd.functions import Recv
 from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
@@ -40,7 +41,7 @@ class Pass:
         self.root_gradients = root_gradients
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
-        self.local = LocalPass(worker, self.is_root, head.fast, self.describe)
+        self.local = LocalPass(worker, self.is_root, head.fast)
         self.plan = Plan(self.is_root)
         self.explorer = Explorer()
         self.gradients: dict[int, dict[int, Tensor | None]] = {}
@@ -66,8 +67,8 @@ class Pass:
     def explore(self, edges: Sequence[Edge]) -> dict[int, dict[int, set[int]]]:
         """Follows live edges; what was found, as worker → message → parts."""
         found: dict[int, dict[int, set[int]]] = {}
-        for node, outputs in self.explorer.explore(edges).items():
-            found.setdefault(node.recv.sender, {}).setdefault(node.recv.message_id, set()).update(outputs)
+        for recv, parts in self.explorer.explore(edges).items():
+            found.setdefault(recv.sender, {}).setdefault(recv.message_id, set()).update(parts)
         return found
 
     def send_edges(self, sends: Sequence[tuple[int, int]]) -> list[Edge]:
@@ -88,10 +89,10 @@ class Pass:
             return list(range(len(self.context.sends[source].parts)))
         return sorted(self.plan.live.get(source, self.gradients.get(source, ())))
 
-    def recv_parts(self, job: Job, node: Any) -> list[int]:
-        """Which tensors of a recv get a gradient, be it an undefined one."""
+    def recv_parts(self, job: Job, recv: Recv) -> set[int]:
+        """Which tensors of a message get a gradient, be it an undefined one."""
         certain = len(job.unit.sources) == 1 or self.head.fast
-        return sorted((job.unit.recvs if certain else self.explorer.reached)[node])
+        return (job.unit.recvs if certain else self.explorer.reached)[recv]
 
     def entries(self, job: Job) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where torch's engine starts, newest first, and with what; a send finds its gradient itself."""
@@ -139,6 +140,10 @@ class Pass:
             )
 
     # --- seeing it ----------------------------------------------------------------------------------------------
+
+    def missing(self) -> list[str]:
+        with self.lock:
+            return [self.describe(source) for source in self.local.missing()]
 
     def describe(self, source: int) -> str:
         if source == ROOT:

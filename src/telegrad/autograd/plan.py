@@ -31,8 +31,8 @@ class Plan:
             known.update(parts)
         return new
 
-    def explored(self, by: int, owed: int, curious: Iterable[int]) -> None:
-        self.wave.answered(by, owed)
+    def explored(self, by: int, count: int, owed: int, curious: Iterable[int]) -> None:
+        self.wave.answered(by, count, owed)
         self.curious.update(curious)
 
     def ends(self) -> bool:

@@ -240,17 +240,18 @@ class Gradient(_Record, frozen=True, tag=41):
 
 
 class Report(_Record, frozen=True):
-    """What a worker still waits for; the highest version counts."""
+    """How many gradients a worker still waits for; the highest version counts."""
 
     worker: int
     version: int
-    missing: tuple[str, ...]
+    missing: int
 
 
 class Finished(_Record, frozen=True, tag=42):
-    """All the work that a Gradient caused is done, but for ``owed`` gradients that went back to its sender."""
+    """All that ``count`` Gradients caused is done, but for ``owed`` gradients that went back to their sender."""
 
     pass_id: GlobalId
+    count: int
     owed: int
     reports: tuple[Report, ...]
 
@@ -264,12 +265,13 @@ class Discover(_Record, frozen=True, tag=43):
 
 
 class Explored(_Record, frozen=True, tag=44):
-    """All that a Discover led to is explored, but for ``owed`` Discovers that went back to its sender.
+    """All that ``count`` Discovers led to is explored, but for ``owed`` Discovers that went back to their sender.
 
     ``curious``: the workers that want to know when the wave has ended.
     """
 
     pass_id: GlobalId
+    count: int
     owed: int
     curious: tuple[int, ...]
 

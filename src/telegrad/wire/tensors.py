@@ -264,7 +264,8 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
         tensor = tensor.to(meta.device)
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
-    return tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor
+    # Where gradients are off, a result needs none, as if it had been computed here.
+    return tensor.requires_grad_() if flags & _REQUIRES_GRAD and torch.is_grad_enabled() else tensor
 
 
 def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> Tensor:
