@@ -294,7 +294,7 @@ class Agent:
         with self._lock:
             first = self._inbox.accept(link.peer_id, note)
             self._outbox.acknowledged(link.peer_id, note.acks)
-        if note.body.buffers:
+        if streamed:
             self._acknowledge(link, None)  # its sender holds much memory until then
         else:
             self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
