@@ -157,9 +157,8 @@ class Engine:
             total += report.missing
             missing = this.missing() if report.worker == self._me else self._ask(report.worker, missing_of, this.id)
             texts.append(f"on worker {self._name(report.worker)}: {', '.join(missing or ['it does not say which'])}")
-        return MissingGradientError(
-            f"{total} sends got no gradient, so FAST cannot finish (SMART can): {'; '.join(texts)}"
-        )
+        advice = ", so FAST cannot finish (SMART can)" if this.head.fast else "; this is a bug in telegrad"
+        return MissingGradientError(f"{total} sends got no gradient{advice}: {'; '.join(texts)}")
 
     def _blocking(self, wait: Callable[[], bool]) -> bool:
         pool = self._agent.pool

@@ -63,6 +63,7 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
             if kind is _RECEIVE:
                 received.setdefault(node.recv, set()).add(node.part)
                 first = taker.setdefault(node.recv, index)
+                owner[node] = first
             else:
                 first = owner.setdefault(node, -1)
                 if first == -1:
