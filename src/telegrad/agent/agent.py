@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
@@ -255,14 +257,20 @@ class Agent:
 
     # --- notes --------------------------------------------------------------------------------------------------
 
-    def post(self, to: int, payload: NotePayload, value: Any = None, soon: bool = False) -> bool:
+    def post(
+        self, to: int, payload: NotePayload, value: Any = None, tensors: list[Tensor] | None = None, soon: bool = False
+    ) -> bool:
         """Sends an internal message that takes effect exactly once.  False: the receiver is gone.
 
         With ``soon``, it waits a moment for another message that it can ride on.
         """
         peer = self.peer(to)
+        parcel = values.EMPTY_PARCEL
         try:
-            parcel = self.bodies.pack(peer, self.link_to(peer), value) if value is not None else values.EMPTY_PARCEL
+            if tensors:
+                parcel = self.bodies.pack_list(peer, self.link_to(peer), tensors)
+            elif value is not None:
+                parcel = self.bodies.pack(peer, self.link_to(peer), value)
         except WorkerLostError:
             return False
         with self._lock:
@@ -303,15 +311,16 @@ class Agent:
             if not opened and note.body.buffers:
                 self.bodies.discard(link, note.body)
 
-    def take_part(self, worker: int, done: Callable[[], bool]) -> bool:
-        """Handles, on the calling thread, what that worker sends within moments; False if nothing comes, or another
-        thread reads it.  What runs users' functions is still left to the pool."""
+    def attend(self, worker: int, done: Callable[[], bool]) -> None:
+        """Handles, on the calling thread, what that worker sends, for as long as one thing comes soon after the other
+        and it is not ``done``.  What runs users' functions is still left to the pool."""
         for link in list(self.peer(worker).accepted):
-            work = link.take(done)
-            if work is not None:
-                self.pool.run_here(work)
-                return True
-        return False
+            if link.begin_attending():
+                try:
+                    while not done() and (work := link.take(done)) is not None:
+                        self.pool.run_here(work, link.end_attending)
+                finally:
+                    link.end_attending()
 
     def _acknowledge(self, link: Link, _: Any) -> None:
         with self._lock:

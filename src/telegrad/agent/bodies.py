@@ -56,6 +56,15 @@ class Bodies:
             link.held[slab.number] = slab
         return parcel
 
+    def pack_list(self, peer: Peer, link: Link, tensors: list[Tensor]) -> values.Parcel:
+        """As ``pack``, for a list of tensors."""
+        if self._borrowed:
+            self.give_back()
+        parcel = values.pack_list(tensors, peer.route, self._shelve if link.lane_open else None)
+        for slab in parcel.slabs:
+            link.held[slab.number] = slab
+        return parcel
+
     def _shelve(self, address: int, size: int) -> Slab | None:
         return self.shelf.put(address, size) if size >= LANE_LIMIT else None
 

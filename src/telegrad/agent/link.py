@@ -52,8 +52,14 @@ class Link(Protocol):
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
 
+    def begin_attending(self) -> bool:
+        """From now on only the calling thread reads, with ``take``; False if another does."""
+
+    def end_attending(self) -> None:
+        """May be called again, and when nobody attends."""
+
     def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
-        """What comes within moments, for the caller to run; None if nothing does, or another thread reads."""
+        """What comes within moments, for the caller to run; None if nothing does."""
 
     def close(self) -> None: ...
 
@@ -92,6 +98,7 @@ class StreamLink:
         self._reader = FrameReader(codec.decode, codec.stream_sizes, allocate)
         self._drain: bool = getattr(stream, "drain", False)
         self._reading = threading.Lock()
+        self._attended = False
         self._sending = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
         self._spin = Spin()
@@ -190,16 +197,22 @@ class StreamLink:
             self._pool.arm(self._fd, self)
         return True
 
-    def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
+    def begin_attending(self) -> bool:
         if self._closed or not self._reading.acquire(blocking=False):
-            return None
-        try:
-            self._pool.disarm(self._fd, self)
-            if self._spin.look(lambda: done() or self._glance()):
-                return () if done() else self._receive()
-        finally:
+            return False
+        self._attended = True
+        self._pool.disarm(self._fd, self)
+        return True
+
+    def end_attending(self) -> None:
+        if self._attended:
+            self._attended = False
             self._reading.release()
             self._pool.arm(self._fd, self)
+
+    def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
+        if self._attended and not self._closed and self._spin.look(lambda: done() or self._glance()):
+            return () if done() else self._receive()
         return None
 
     def _look(self) -> list[tuple[int, int]]:

@@ -72,6 +72,12 @@ class MemoryLink:
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         return False
 
+    def begin_attending(self) -> bool:
+        return False
+
+    def end_attending(self) -> None:
+        pass
+
     def take(self, done: Callable[[], bool]) -> None:
         return None
 

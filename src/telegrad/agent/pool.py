@@ -335,20 +335,30 @@ class Pool:
             self._uncork()  # this one may take long
         self._run(work)
 
-    def run_here(self, work: Sequence[Work]) -> None:
-        """Runs it on the calling thread, which has nothing better to do; but users' functions as ever."""
-        mine = self._here.mine = deque(each for each in work if type(each) is not UserCall)
+    def run_here(self, work: Sequence[Work], let_go: Callable[[], None]) -> None:
+        """Runs it on the calling thread, which has nothing better to do; but users' functions as ever.
+
+        ``let_go`` lets others read what this thread alone reads, in case that it must wait for something.
+        """
+        mine = deque(each for each in work if type(each) is not UserCall)
         if len(mine) < len(work):
             self.submit_all([each for each in work if type(each) is UserCall])
-        while mine:
-            self._run(mine.popleft())
+        self._here.held = (mine, let_go)
+        try:
+            while mine:
+                self._run(mine.popleft())
+        finally:
+            self._here.held = None
 
     def hand_over(self) -> None:
-        """Before the calling thread waits for something: what it has yet to run may be what it waits for."""
-        mine = getattr(self._here, "mine", None)
-        if mine:
-            self.submit_all(list(mine))
-            mine.clear()
+        """Before the calling thread waits: what it has yet to run, or to read, may be what it waits for."""
+        held = getattr(self._here, "held", None)
+        if held is not None:
+            mine, let_go = held
+            if mine:
+                self.submit_all(list(mine))
+                mine.clear()
+            let_go()
 
     def _run(self, work: Work) -> None:
         self._taken += 1

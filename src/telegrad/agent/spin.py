@@ -27,7 +27,8 @@ _TRIALS = 8  # vain searches in a row after which the next waits skip theirs
 _SKIP_AFTER_VAIN = 16  # a search in vain costs at most the time of the wait itself, so it is soon tried again
 _SKIP_WHEN_CROWDED = (32, 128)  # at first, and the next time; another process may keep the core for milliseconds
 
-_STAY = 200e-6  # seconds between two moves to another core
+_STAY = 200e-6  # seconds between two moves to another core; doubled each time that a move did not help for long
+_LONGEST_STAY = 0.1
 
 _getcpu = ctypes.CDLL(None).sched_getcpu
 _clock = time.perf_counter
@@ -49,12 +50,13 @@ def step_aside() -> None:
 class Spin:
     """One place where threads wait, and how looking has paid there."""
 
-    __slots__ = ("_crowded", "_skip", "_stay_until", "_trials")
+    __slots__ = ("_crowded", "_skip", "_stay", "_stay_until", "_trials")
 
     def __init__(self) -> None:
         self._trials = _TRIALS
         self._skip = 0  # how many of the next waits go to sleep at once
         self._crowded = False  # at the last search
+        self._stay = _STAY
         self._stay_until = 0.0  # before that, sharing a core means to sleep
 
     def look(self, look: Callable[[], T]) -> T:
@@ -81,7 +83,8 @@ class Spin:
                     return found
                 if before < self._stay_until:
                     return found
-                self._stay_until = before + _STAY
+                self._stay = min(self._stay * 2, _LONGEST_STAY) if before < self._stay_until + self._stay else _STAY
+                self._stay_until = before + self._stay
                 step_aside()  # and look on
             before = _clock()
         self._crowded = False

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from telegrad.autograd.context import Scope, entered
+from telegrad.autograd.context import Entered, Scope
 from telegrad.autograd.engine import Engine
 from telegrad.current import current_worker
 from telegrad.errors import UsageError
@@ -26,7 +26,7 @@ def _engine() -> Engine:
 def context() -> AbstractContextManager[int]:
     """``with context() as context_id:`` what crosses between workers inside is recorded for ``backward``."""
     engine = _engine()
-    return entered(engine.registry, engine.leave)
+    return Entered(engine.registry, engine.leave)
 
 
 def backward(

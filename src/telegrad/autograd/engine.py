@@ -31,7 +31,7 @@ from telegrad.agent.failures import copy_of, failure_of, rebuild
 from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry, Scope
 from telegrad.autograd.functions import ANCHOR, Recv, here
-from telegrad.autograd.graph import Graveyard
+from telegrad.autograd.graph import Graveyard, is_leaf_alone
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT, Job
 from telegrad.autograd.passes import Pass
@@ -134,9 +134,8 @@ class Engine:
 
         def wait() -> bool:
             # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
-            while not ended() and (worker := this.awaited()) is not None:
-                if not self._agent.take_part(worker, ended):
-                    break
+            if (worker := this.awaited()) is not None:
+                self._agent.attend(worker, ended)
             with this.changed:
                 return this.changed.wait_for(ended, max(min(deadline - time.monotonic(), 1e6), 0.0))
 
@@ -259,6 +258,9 @@ class Engine:
     def _compute(self, this: Pass, job: Job) -> None:
         unit = job.unit
         edges, gradients = this.entries(job)
+        if is_leaf_alone(edges):
+            self._leaves.add(this.context, [edges[0].node], gradients, this.root_gradients, this.head.create_graph)
+            return
         wanted = [GradientEdge(leaf, 0) for leaf in unit.leaves]
         if unit.recvs:
             wanted.append(_ANCHOR_EDGE)
@@ -275,9 +277,9 @@ class Engine:
             True,  # allow unused
             accumulate_grad=False,
         )
-        came = [this.gradients.pop(source, {}) for source in job.sources]
-        given = [*gradients, *(tensor for parts in came for tensor in parts.values() if tensor is not None)]
-        self._leaves.add(this.context, unit.leaves, results, given, this.head.create_graph)
+        for source in job.sources:
+            this.gradients.pop(source, None)
+        self._leaves.add(this.context, unit.leaves, results, this.root_gradients, this.head.create_graph)
 
     def gradient_for(self, this: Pass, job: Job, message_id: int, part: int) -> Tensor | None:
         """Called by torch's engine: waits for what comes from the other end of a send."""
@@ -305,8 +307,10 @@ class Engine:
                 raise copy_of(this.error)
             counted = this.local.flow.sent(recv.sender)
             this.told.add(recv.sender)
-        payload = Gradient(this.head, recv.message_id, tuple(gradients), counted)
-        if not self._agent.post(recv.sender, payload, list(gradients.values())):
+        defined = {part: gradient for part, gradient in gradients.items() if gradient is not None}
+        undefined = tuple([part for part in gradients if part not in defined])
+        payload = Gradient(this.head, recv.message_id, tuple(defined), undefined, counted)
+        if not self._agent.post(recv.sender, payload, tensors=list(defined.values())):
             raise self._lost(recv.sender)
 
     # --- what the other workers say -----------------------------------------------------------------------------
@@ -338,22 +342,18 @@ class Engine:
         if this is None:
             return
         try:
-            gradients = dict(zip(payload.parts, open_value(), strict=True))
-
-            def event() -> Job | None:
-                this.survey()
-                this.gradients[payload.message_id] = gradients
-                answers.extend(this.local.flow.received(sender, payload.counted))
-                job = this.local.came(payload.message_id)
-                this.changed.notify_all()
-                return job
-
-            answers: list[Any] = []
+            gradients: dict[int, Tensor | None] = dict.fromkeys(payload.undefined)
+            if payload.parts:
+                gradients.update(zip(payload.parts, open_value(), strict=True))
             with this.lock:
                 if this.error is not None:
                     return
-                job = event()
+                this.survey()
+                this.gradients[payload.message_id] = gradients
+                answers = this.local.flow.received(sender, payload.counted)
+                job = this.local.came(payload.message_id)
                 notes, jobs = self._next_steps(this)
+                this.changed.notify_all()
             notes = [*((to, Finished(this.id, count, owed, ())) for to, count, owed in answers), *notes]
         except BaseException as error:
             self._fail(this, error)

@@ -115,10 +115,17 @@ def _join_at_hooks(parent: list[int], leaves: Sequence[set[Node]]) -> None:
     for index, mine in enumerate(leaves):
         for leaf in mine:
             if leaf in first:
-                if has_hooks(leaf.variable):  # type: ignore[attr-defined]
+                if has_hooks(leaf.variable):
                     _join(parent, first[leaf], index)
             else:
                 first[leaf] = index
+
+
+def is_leaf_alone(edges: Sequence[Any]) -> bool:
+    """Whether a gradient enters right at a leaf, and only there: no need for torch's engine then."""
+    if len(edges) != 1 or type(edges[0].node) is not _ACCUMULATE:
+        return False
+    return not edges[0].node.variable._backward_hooks
 
 
 def has_hooks(variable: Any) -> bool:

@@ -25,7 +25,7 @@ class Leaves:
         given: Iterable[Tensor],
         differentiable: bool,
     ) -> None:
-        """Adds what torch's engine computed from the gradients that it was ``given``."""
+        """Adds what torch's engine computed; ``given`` are gradients that belong to the user."""
         taken = set() if differentiable else {_address(tensor) for tensor in given}
         for leaf, gradient in zip(leaves, gradients, strict=False):
             if gradient is None:

@@ -95,19 +95,26 @@ class Pass:
         return (job.unit.recvs if certain else self.explorer.reached)[recv]
 
     def entries(self, job: Job) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where torch's engine starts, newest first, and with what; a send finds its gradient itself."""
+        """Where torch's engine starts, newest first, and with what.
+
+        Where all has come it starts below the sends; else at them, and they find their gradients themselves.
+        """
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
+        alone = len(job.sources) == 1
         for source in job.sources:
             if source == ROOT:
                 edges += self.roots
                 gradients += self.root_gradients
-            else:
-                parts = self.context.sends[source].parts
-                gates = [GradientEdge(parts[part], 0) for part in self.live_parts(job, source)]
-                edges += gates
-                gradients += [_NOTHING] * len(gates)
-        if len(job.sources) > 1:
+                continue
+            nodes = self.context.sends[source].parts
+            for part in self.live_parts(job, source):
+                gradient = self.gradients[source][part] if alone else None
+                node, output = nodes[part].next_functions[0] if gradient is not None else (nodes[part], 0)
+                assert node is not None
+                edges.append(GradientEdge(node, output))
+                gradients.append(_NOTHING if gradient is None else gradient)
+        if not alone:
             _put_gates_last(job.unit, [edge for edge, given in zip(edges, gradients, strict=True) if given is _NOTHING])
         return edges, gradients
 

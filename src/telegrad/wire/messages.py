@@ -236,6 +236,7 @@ class Gradient(_Record, frozen=True, tag=41):
     head: PassHead
     message_id: int
     parts: tuple[Size, ...]  # which of the send's tensors these are
+    undefined: tuple[Size, ...]  # and which got an undefined one
     counted: bool
 
 

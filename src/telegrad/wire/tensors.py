@@ -231,12 +231,13 @@ def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any]) -> list[Tensor]:
 
 
 def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor]) -> Tensor:
-    if meta.flags == 0 and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
+    if meta.flags <= _REQUIRES_GRAD and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
         # The hot path, as in _pack_one.
         numpy_dtype = NUMPY_DTYPES[meta.dtype] if 0 <= meta.dtype < len(NUMPY_DTYPES) else None
         buffer = buffers[meta.buffer]
         if numpy_dtype is not None and len(buffer):
-            return torch.from_numpy(np.ndarray(meta.shape, numpy_dtype, buffer))
+            tensor = torch.from_numpy(np.ndarray(meta.shape, numpy_dtype, buffer))
+            return tensor.requires_grad_() if meta.flags and torch.is_grad_enabled() else tensor
     dtype = DTYPES[meta.dtype] if 0 <= meta.dtype < len(DTYPES) else None
     if dtype is None:
         raise SerializationError(f"this torch ({torch.__version__}) has no dtype for code {meta.dtype}")

@@ -83,6 +83,16 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: La
     return Parcel(body, packed.stream, packed.slabs)
 
 
+def pack_list(tensors: list[Tensor], route: Route, lane: Lane | None = None) -> Parcel:
+    """As ``pack``, for a list of tensors: it needs no tree."""
+    packed = Packed(lane)
+    try:
+        metas, extra = _pack_tensors(tensors, packed, route)
+    except NotInTable:
+        raise SerializationError("a tensor among them can only go through pickle") from None
+    return Parcel(Body(buffers=tuple(packed.buffers), tensors=metas, extra=extra), packed.stream, packed.slabs)  # type: ignore[arg-type]
+
+
 def _share(references: list[Reference], to: int) -> tuple[RRefFork, ...]:
     """Shares all of them or none."""
     forks: list[RRefFork] = []
@@ -108,7 +118,7 @@ def unpack(
     if body.pickle < 0:
         tree = body.tree
         if type(tree) is not list:
-            return tree
+            return list(tensors) if tree is None and tensors else tree
         try:
             return TreeReader(tensors, rrefs).read(tree)
         except SerializationError:
