@@ -101,7 +101,7 @@ class StreamLink:
         self._attended = False
         self._sending = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
-        self._spin = Spin()
+        self._spin = Spin(moves=dialled)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
         self._closed = False

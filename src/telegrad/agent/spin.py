@@ -28,7 +28,7 @@ _SKIP_AFTER_VAIN = 16  # a search in vain costs at most the time of the wait its
 _SKIP_WHEN_CROWDED = (32, 128)  # at first, and the next time; another process may keep the core for milliseconds
 
 _STAY = 200e-6  # seconds between two moves to another core; doubled each time that a move did not help for long
-_LONGEST_STAY = 0.1
+_LONGEST_STAY = 0.005
 
 _getcpu = ctypes.CDLL(None).sched_getcpu
 _clock = time.perf_counter
@@ -50,9 +50,10 @@ def step_aside() -> None:
 class Spin:
     """One place where threads wait, and how looking has paid there."""
 
-    __slots__ = ("_crowded", "_skip", "_stay", "_stay_until", "_trials")
+    __slots__ = ("_crowded", "_moves", "_skip", "_stay", "_stay_until", "_trials")
 
-    def __init__(self) -> None:
+    def __init__(self, moves: bool) -> None:
+        self._moves = moves  # of two that share a core only one may move, or they would meet again
         self._trials = _TRIALS
         self._skip = 0  # how many of the next waits go to sleep at once
         self._crowded = False  # at the last search
@@ -81,7 +82,7 @@ class Spin:
                     self._skip = _SKIP_WHEN_CROWDED[self._crowded]
                     self._crowded = True
                     return found
-                if before < self._stay_until:
+                if before < self._stay_until or not self._moves:
                     return found
                 self._stay = min(self._stay * 2, _LONGEST_STAY) if before < self._stay_until + self._stay else _STAY
                 self._stay_until = before + self._stay

@@ -244,7 +244,7 @@ class Engine:
 
     def _run(self, this: Pass, job: Job) -> None:
         """One unit, on the calling thread."""
-        outer, here.run = here.run, _Run(self, this, job)
+        outer, here.run = here.run, _Run(self, this, job, this.reached(job))
         try:
             with Scope(this.context):
                 self._compute(this, job)
@@ -551,10 +551,10 @@ def missing_of(root: int, number: int) -> list[str]:
 class _Run:
     """What the nodes see of the engine call that runs them."""
 
-    __slots__ = ("_engine", "_job", "_pass", "_ready")
+    __slots__ = ("_engine", "_job", "_pass", "_reached", "_ready")
 
-    def __init__(self, engine: Engine, this: Pass, job: Job) -> None:
-        self._engine, self._pass, self._job = engine, this, job
+    def __init__(self, engine: Engine, this: Pass, job: Job, reached: dict[Recv, set[int]]) -> None:
+        self._engine, self._pass, self._job, self._reached = engine, this, job, reached
         self._ready: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
 
     def gradient_for(self, message_id: int, part: int) -> Tensor | None:
@@ -563,5 +563,5 @@ class _Run:
     def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
         ready = self._ready.setdefault(recv, {})
         ready[part] = gradient
-        if len(ready) == len(self._pass.recv_parts(self._job, recv)):
+        if len(ready) == len(self._reached[recv]):
             self._engine.emit(self._pass, recv, self._ready.pop(recv))

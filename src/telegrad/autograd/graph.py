@@ -115,7 +115,7 @@ def _join_at_hooks(parent: list[int], leaves: Sequence[set[Node]]) -> None:
     for index, mine in enumerate(leaves):
         for leaf in mine:
             if leaf in first:
-                if has_hooks(leaf.variable):
+                if has_hooks(leaf):
                     _join(parent, first[leaf], index)
             else:
                 first[leaf] = index
@@ -123,12 +123,11 @@ def _join_at_hooks(parent: list[int], leaves: Sequence[set[Node]]) -> None:
 
 def is_leaf_alone(edges: Sequence[Any]) -> bool:
     """Whether a gradient enters right at a leaf, and only there: no need for torch's engine then."""
-    if len(edges) != 1 or type(edges[0].node) is not _ACCUMULATE:
-        return False
-    return not edges[0].node.variable._backward_hooks
+    return len(edges) == 1 and type(edges[0].node) is _ACCUMULATE and not has_hooks(edges[0].node)
 
 
-def has_hooks(variable: Any) -> bool:
+def has_hooks(leaf: Any) -> bool:
+    variable = leaf.variable
     return bool(variable._backward_hooks) or bool(variable._post_accumulate_grad_hooks)
 
 

@@ -89,10 +89,19 @@ class Pass:
             return list(range(len(self.context.sends[source].parts)))
         return sorted(self.plan.live.get(source, self.gradients.get(source, ())))
 
-    def recv_parts(self, job: Job, recv: Recv) -> set[int]:
-        """Which tensors of a message get a gradient, be it an undefined one."""
-        certain = len(job.unit.sources) == 1 or self.head.fast
-        return (job.unit.recvs if certain else self.explorer.reached)[recv]
+    def reached(self, job: Job) -> dict[Recv, set[int]]:
+        """Which tensors of which messages get a gradient from this job, be it an undefined one.
+
+        The survey looked at all that a source may reach; a message of which only some tensors are live reaches less.
+        """
+        if self.head.fast and len(job.sources) > 1:
+            return job.unit.recvs
+        if len(job.unit.sources) > 1:
+            return self.explorer.reached
+        (source,) = job.sources
+        if source == ROOT or len(self.gradients[source]) == len(self.context.sends[source].parts):
+            return job.unit.recvs
+        return Explorer().explore(self.send_edges([(source, part) for part in self.gradients[source]]))
 
     def entries(self, job: Job) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where torch's engine starts, newest first, and with what.
