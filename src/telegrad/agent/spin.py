@@ -76,17 +76,16 @@ class Spin:
             found = look()
             if found:
                 self._trials, self._crowded = _TRIALS, False
+                if away > _SHARED:
+                    self._move(before)  # the peer answered on this very core
                 return found
             if away > _SHARED:
                 if away > _CROWDED:
                     self._skip = _SKIP_WHEN_CROWDED[self._crowded]
                     self._crowded = True
                     return found
-                if before < self._stay_until or not self._moves:
+                if not self._move(before):
                     return found
-                self._stay = min(self._stay * 2, _LONGEST_STAY) if before < self._stay_until + self._stay else _STAY
-                self._stay_until = before + self._stay
-                step_aside()  # and look on
             before = _clock()
         self._crowded = False
         self._trials -= 1
@@ -94,3 +93,12 @@ class Spin:
             self._trials = 1
             self._skip = _SKIP_AFTER_VAIN
         return found
+
+    def _move(self, now: float) -> bool:
+        """Goes to another core, unless that was tried just now."""
+        if not self._moves or now < self._stay_until:
+            return False
+        self._stay = min(self._stay * 2, _LONGEST_STAY) if now < self._stay_until + self._stay else _STAY
+        self._stay_until = now + self._stay
+        step_aside()
+        return True
