@@ -46,6 +46,7 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
     telegrad.autograd.attach  telegrad.autograd.leaves  telegrad.autograd.local_pass
     telegrad.autograd.passes
+    telegrad.autograd.inquiry
     telegrad.autograd.engine
     telegrad.autograd.api
     telegrad.autograd

@@ -15,7 +15,6 @@ Everything between workers is a note, so it takes effect once, whatever the netw
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
@@ -32,15 +31,13 @@ from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry, Scope
 from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.graph import Graveyard, is_leaf_alone
+from telegrad.autograd.inquiry import ask_around, nothing_came
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT, Job
-from telegrad.autograd.passes import Pass
-from telegrad.current import current_worker
-from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.autograd.passes import Notes, Pass
+from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId
-from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import (
-    Call,
     Discover,
     DropContext,
     EndPass,
@@ -48,7 +45,6 @@ from telegrad.wire.messages import (
     Failure,
     Finished,
     Gradient,
-    NotePayload,
     PassFailed,
     PassHead,
     PlanKnown,
@@ -59,7 +55,6 @@ from telegrad.wire.values import EMPTY_PARCEL
 log = logging.getLogger("telegrad.autograd")
 
 Open = Callable[[], Any]
-Notes = list[tuple[int, NotePayload]]
 
 _ANCHOR_EDGE = get_gradient_edge(ANCHOR)
 
@@ -115,7 +110,7 @@ class Engine:
             with this.lock:
                 this.survey()
                 job = this.local.came(ROOT)
-                notes, jobs = self._next_steps(this)
+                notes, jobs = this.next_steps()
             self._carry_out(this, notes, [*([job] if job else []), *jobs])
             self._wait(this, deadline, timeout)
         except BaseException as error:
@@ -141,23 +136,13 @@ class Engine:
 
         if not ended() and not self._blocking(wait):
             raise RpcTimeoutError(
-                f"backward did not end within {timeout:g} s. This worker: {this!r}{self._ask_around(this)}"
+                f"backward did not end within {timeout:g} s. This worker: {this!r}{ask_around(self._agent, this)}"
             )
         if not this.over:
             assert this.error is not None
             raise copy_of(this.error)
         if any(report.missing for report in this.local.reports.values()):
-            raise self._nothing_came(this)
-
-    def _nothing_came(self, this: Pass) -> MissingGradientError:
-        """The pass is over, and somebody still waits."""
-        total, texts = 0, []
-        for report in [each for each in this.local.reports.values() if each.missing]:
-            total += report.missing
-            missing = this.missing() if report.worker == self._me else self._ask(report.worker, missing_of, this.id)
-            texts.append(f"on worker {self._name(report.worker)}: {', '.join(missing or ['it does not say which'])}")
-        advice = ", so FAST cannot finish (SMART can)" if this.head.fast else "; this is a bug in telegrad"
-        return MissingGradientError(f"{total} sends got no gradient{advice}: {'; '.join(texts)}")
+            raise nothing_came(self._agent, this)
 
     def _blocking(self, wait: Callable[[], bool]) -> bool:
         pool = self._agent.pool
@@ -167,60 +152,7 @@ class Engine:
                 return wait()
         return wait()
 
-    def _ask_around(self, this: Pass) -> str:
-        """What the other workers know of a pass that takes too long."""
-        near = [peer for peer in self._agent.peers if peer.links and peer.id != self._me]
-        texts = [(peer.name, self._ask(peer.id, describe_pass, this.id)) for peer in near]
-        return "".join(f". Worker {name!r}: {text}" for name, text in texts if text)
-
-    def _ask(self, worker: int, function: Callable[..., Any], pass_id: GlobalId) -> Any:
-        """The result of a function there; None if there is none soon."""
-        name = name_of(function)
-        assert name is not None
-        with contextlib.suppress(TelegradError):
-            peer = self._agent.peer(worker)
-            call = self._agent.start_call(peer, name, 1.0, lambda i, body: Call(i, name, body), (*pass_id, None))
-            return self._agent.wait(call)
-        return None
-
     # --- one step -----------------------------------------------------------------------------------------------
-
-    def _next_steps(self, this: Pass) -> tuple[Notes, list[Job]]:
-        """After any event, under the lock: what to say to whom, and what to run."""
-        notes: Notes = []
-        jobs: list[Job] = []
-        local, plan = this.local, this.plan
-        if this.error is not None:
-            return notes, jobs
-        if local.curious and not this.asked:
-            this.asked = True
-            if this.is_root:
-                notes += self._start_wave(this)
-            else:
-                notes.append((this.id.created_on, PlanWanted(this.id)))
-        notes += [(to, Explored(this.id, count, owed, tuple(plan.curious))) for to, count, owed in plan.wave.settle()]
-        if this.is_root and plan.ends():
-            notes += [(worker, PlanKnown(this.id)) for worker in plan.curious]
-            jobs += local.plan_known(plan.live)
-        notes += [(to, Finished(this.id, count, owed, local.report())) for to, count, owed in local.flow.settle()]
-        if local.flow.over and not this.over:
-            local.report()
-            this.over = True
-            this.changed.notify_all()
-        return notes, jobs
-
-    def _start_wave(self, this: Pass) -> Notes:
-        this.plan.started = True
-        return self._discover(this, this.explore(this.root_edges))
-
-    def _discover(self, this: Pass, found: dict[int, dict[int, set[int]]]) -> Notes:
-        notes: Notes = []
-        for worker, sends in found.items():
-            counted = this.plan.wave.sent(worker)
-            this.told.add(worker)
-            live = tuple((message_id, tuple(sorted(parts))) for message_id, parts in sends.items())
-            notes.append((worker, Discover(this.head, live, counted)))
-        return notes
 
     def _carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
         for to, payload in notes:
@@ -237,7 +169,7 @@ class Engine:
             if this.error is not None:
                 return
             job = event()
-            notes, jobs = self._next_steps(this)
+            notes, jobs = this.next_steps()
         self._carry_out(this, notes, [*([job] if job is not None else []), *jobs])
 
     # --- torch's engine -----------------------------------------------------------------------------------------
@@ -287,7 +219,7 @@ class Engine:
             here_already = message_id in this.gradients
             if not here_already:
                 this.local.blocked(job, message_id)
-                notes, jobs = self._next_steps(this)
+                notes, jobs = this.next_steps()
         if not here_already:
             for other in jobs:
                 self._agent.pool.submit((self._run, this, other))
@@ -296,7 +228,7 @@ class Engine:
         if this.error is not None:
             raise copy_of(this.error)
         if this.over:
-            raise self._nothing_came(this)
+            raise nothing_came(self._agent, this)
         parts = this.gradients[message_id]
         return parts[part] if part in parts else this.zeros(message_id, part)
 
@@ -352,7 +284,7 @@ class Engine:
                 this.gradients[payload.message_id] = gradients
                 answers = this.local.flow.received(sender, payload.counted)
                 job = this.local.came(payload.message_id)
-                notes, jobs = self._next_steps(this)
+                notes, jobs = this.next_steps()
                 this.changed.notify_all()
             notes = [*((to, Finished(this.id, count, owed, ())) for to, count, owed in answers), *notes]
         except BaseException as error:
@@ -388,8 +320,8 @@ class Engine:
             if this.local.may_be_curious and not this.asked and not this.is_root:
                 this.asked = True
                 this.plan.curious.add(self._me)
-            found = self._discover(this, this.explore(this.send_edges(new)))
-            notes, jobs = self._next_steps(this)
+            found = this.discover(this.explore(this.send_edges(new)))
+            notes, jobs = this.next_steps()
         self._carry_out(this, [*answers, *found, *notes], jobs)
 
     def _on_explored(self, sender: int, payload: Explored, _: Open) -> None:
@@ -408,8 +340,8 @@ class Engine:
             else:
                 this.plan.curious.add(sender)
                 if not this.plan.started:
-                    notes += self._start_wave(this)
-            more, jobs = self._next_steps(this)
+                    notes += this.start_wave()
+            more, jobs = this.next_steps()
         self._carry_out(this, [*notes, *more], jobs)
 
     def _on_plan_known(self, sender: int, payload: PlanKnown, _: Open) -> None:
@@ -420,7 +352,7 @@ class Engine:
                     return
                 this.plan.known = True
                 ready = this.local.plan_known(this.plan.live)
-                notes, jobs = self._next_steps(this)
+                notes, jobs = this.next_steps()
             self._carry_out(this, notes, [*ready, *jobs])
 
     # --- failure ------------------------------------------------------------------------------------------------
@@ -532,20 +464,6 @@ class Engine:
 
     def passes(self) -> Iterable[Pass]:
         return [this for context in self.registry for this in context.passes.values() if this is not None]
-
-
-@export
-def describe_pass(root: int, number: int) -> str:
-    """Runs on any worker: what it knows of a pass."""
-    this = current_worker().autograd.find_pass(GlobalId(root, number))
-    return repr(this) if this is not None else ""
-
-
-@export
-def missing_of(root: int, number: int) -> list[str]:
-    """Runs on a worker that waits for sends in vain: which they are."""
-    this = current_worker().autograd.find_pass(GlobalId(root, number))
-    return this.missing() if this is not None else []
 
 
 class _Run:

@@ -16,7 +16,9 @@ from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
 from telegrad.ids import GlobalId
-from telegrad.wire.messages import PassHead
+from telegrad.wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
+
+Notes = list[tuple[int, NotePayload]]
 
 
 class Pass:
@@ -78,6 +80,45 @@ class Pass:
             for message_id, part in sends
             if message_id in known and part < len(known[message_id].parts)
         ]
+
+    # --- what to do -----------------------------------------------------------------------------------------------
+
+    def next_steps(self) -> tuple[Notes, list[Job]]:
+        """After any event, under the lock: what to say to whom, and what to run."""
+        notes: Notes = []
+        jobs: list[Job] = []
+        local, plan = self.local, self.plan
+        if self.error is not None:
+            return notes, jobs
+        if local.curious and not self.asked:
+            self.asked = True
+            if self.is_root:
+                notes += self.start_wave()
+            else:
+                notes.append((self.id.created_on, PlanWanted(self.id)))
+        notes += [(to, Explored(self.id, count, owed, tuple(plan.curious))) for to, count, owed in plan.wave.settle()]
+        if self.is_root and plan.ends():
+            notes += [(worker, PlanKnown(self.id)) for worker in plan.curious]
+            jobs += local.plan_known(plan.live)
+        notes += [(to, Finished(self.id, count, owed, local.report())) for to, count, owed in local.flow.settle()]
+        if local.flow.over and not self.over:
+            local.report()
+            self.over = True
+            self.changed.notify_all()
+        return notes, jobs
+
+    def start_wave(self) -> Notes:
+        self.plan.started = True
+        return self.discover(self.explore(self.root_edges))
+
+    def discover(self, found: dict[int, dict[int, set[int]]]) -> Notes:
+        notes: Notes = []
+        for worker, sends in found.items():
+            counted = self.plan.wave.sent(worker)
+            self.told.add(worker)
+            live = tuple((message_id, tuple(sorted(parts))) for message_id, parts in sends.items())
+            notes.append((worker, Discover(self.head, live, counted)))
+        return notes
 
     # --- what a call of torch's engine needs --------------------------------------------------------------------
 

@@ -1,0 +1,61 @@
+"""Asking the other workers about a pass that does not end as it should."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.agent.agent import Agent
+from telegrad.autograd.passes import Pass
+from telegrad.current import current_worker
+from telegrad.errors import MissingGradientError, TelegradError
+from telegrad.ids import GlobalId
+from telegrad.wire.callables import export, name_of
+from telegrad.wire.messages import Call
+
+_PATIENCE = 1.0  # seconds
+
+
+def nothing_came(agent: Agent, this: Pass) -> MissingGradientError:
+    """The pass is over, and somebody still waits."""
+    total, texts = 0, []
+    for report in [each for each in this.local.reports.values() if each.missing]:
+        total += report.missing
+        here = report.worker == agent.me.worker_id
+        missing = this.missing() if here else _ask(agent, report.worker, missing_of, this.id)
+        texts.append(f"on worker {agent.peer(report.worker).name!r}: {', '.join(missing or ['it does not say which'])}")
+    advice = ", so FAST cannot finish (SMART can)" if this.head.fast else "; this is a bug in telegrad"
+    return MissingGradientError(f"{total} sends got no gradient{advice}: {'; '.join(texts)}")
+
+
+def ask_around(agent: Agent, this: Pass) -> str:
+    """What the other workers know of a pass that takes too long."""
+    near = [peer for peer in agent.peers if peer.links and peer.id != agent.me.worker_id]
+    texts = [(peer.name, _ask(agent, peer.id, describe_pass, this.id)) for peer in near]
+    return "".join(f". Worker {name!r}: {text}" for name, text in texts if text)
+
+
+def _ask(agent: Agent, worker: int, function: Callable[..., Any], pass_id: GlobalId) -> Any:
+    """The result of a function there; None if there is none soon."""
+    name = name_of(function)
+    assert name is not None
+    with contextlib.suppress(TelegradError):
+        peer = agent.peer(worker)
+        call = agent.start_call(peer, name, _PATIENCE, lambda i, body: Call(i, name, body), (*pass_id, None))
+        return agent.wait(call)
+    return None
+
+
+@export
+def describe_pass(root: int, number: int) -> str:
+    """Runs on any worker: what it knows of a pass."""
+    this = current_worker().autograd.find_pass(GlobalId(root, number))
+    return repr(this) if this is not None else ""
+
+
+@export
+def missing_of(root: int, number: int) -> list[str]:
+    """Runs on a worker that waits for sends in vain: which they are."""
+    this = current_worker().autograd.find_pass(GlobalId(root, number))
+    return this.missing() if this is not None else []
