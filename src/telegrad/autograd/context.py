@@ -65,8 +65,12 @@ class Context:
     def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Not in place: somebody may have asked for the old sum."""
         with self._lock:
-            old = self._gradients.get(id(leaf))
-            self._gradients[id(leaf)] = (leaf, gradient if old is None else old[1] + gradient)
+            known = self._gradients.get(id(leaf))
+            if known is not None:
+                old = known[1]
+                # torch adds a sparse tensor to a dense one, but not the other way round.
+                gradient = gradient + old if old.is_sparse and not gradient.is_sparse else old + gradient
+            self._gradients[id(leaf)] = (leaf, gradient)
 
     def set_gradient(self, leaf: Tensor, gradient: Tensor | None) -> None:
         with self._lock:

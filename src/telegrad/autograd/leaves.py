@@ -56,7 +56,7 @@ def _address(tensor: Tensor) -> int:
 def _own(gradient: Tensor, taken: set[int]) -> Tensor:
     """The gradient in memory of its own: torch hands one tensor to several leaves, or back what it was given."""
     if gradient.layout is not torch.strided:
-        return gradient
+        return gradient.clone()  # its values may be another leaf's gradient
     storage = gradient.untyped_storage()
     address = storage.data_ptr()
     if address in taken or storage.nbytes() != gradient.nbytes:

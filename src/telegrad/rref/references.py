@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 import time
 from collections import deque
@@ -57,7 +58,8 @@ class Owned:
     def when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if not self._done.is_set():
-                self._waiting.append(callback)
+                # It runs on the thread that makes the value, but in nobody's autograd context but its own.
+                self._waiting.append(partial(contextvars.copy_context().run, callback))
                 return
         callback()
 
