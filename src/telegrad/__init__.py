@@ -3,6 +3,7 @@
 What a program uses::
 
     from telegrad import rpc      # init_rpc, rpc_sync, rpc_async, remote, RRef, shutdown: torch.distributed.rpc's names
+    from telegrad import autograd # context, backward, get_gradients: torch.distributed.autograd's names
     from telegrad import errors   # what all of this may raise
     from telegrad import testing  # many workers in one process, and declared faults
 
@@ -14,12 +15,13 @@ What it is made of; a module imports only what stands above it::
     current         which worker the running code belongs to
     agent/          threads, links, calls: one worker's traffic, whatever it is about
     rref/           references to values on other workers
+    autograd/       gradients through calls
     worker          one worker, put together
     rpc/            the public functions, the options, how the workers of a job find each other
     launch, cli     the ``telegrad`` command (with lines, process); demo shows it all
     testing/        workers in one process
 
-Autograd, the optimizer and remote modules will stand between ``rref`` and ``worker``; they are not here yet.
+The optimizer and remote modules will stand between ``autograd`` and ``worker``; they are not here yet.
 ``docs/design.md`` tells how it works.
 
 Nothing is imported before it is used, so that the ``telegrad`` command starts without loading torch.
@@ -32,13 +34,14 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from telegrad import autograd as autograd
     from telegrad import errors as errors
     from telegrad import rpc as rpc
     from telegrad import testing as testing
 
     __version__: str
 
-__all__ = ["__version__", "errors", "rpc", "testing"]
+__all__ = ["__version__", "autograd", "errors", "rpc", "testing"]
 
 
 def __getattr__(name: str) -> Any:

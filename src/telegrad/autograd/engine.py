@@ -11,6 +11,7 @@ Everything between workers is a note, so it takes effect once, whatever the netw
     PassFailed    anyone → root      why it cannot end well
     EndPass       root → all         drop what is left of it
     DropContext   creator → all      the context has ended
+    TellMe        anyone → creator   who told me of the context is lost: tell me when it ends
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry, Scope
 from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.graph import Graveyard, is_leaf_alone
-from telegrad.autograd.inquiry import ask_around, nothing_came
+from telegrad.autograd.inquiry import nothing_came, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT, Job
 from telegrad.autograd.passes import Notes, Pass
-from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.wire.messages import (
     Discover,
@@ -49,6 +50,7 @@ from telegrad.wire.messages import (
     PassHead,
     PlanKnown,
     PlanWanted,
+    TellMe,
 )
 from telegrad.wire.values import EMPTY_PARCEL
 
@@ -83,6 +85,7 @@ class Engine:
             PassFailed: self._on_failed,
             EndPass: self._on_end,
             DropContext: self._on_drop,
+            TellMe: self._on_tell_me,
         }
 
     # --- backward, on the worker that calls it ------------------------------------------------------------------
@@ -98,13 +101,14 @@ class Engine:
         timeout: float,
     ) -> None:
         """Returns when every worker has done its part; ``timeout`` 0: waits for as long as all are alive."""
-        deadline = time.monotonic() + timeout if timeout else float("inf")
         number = next(self._numbers)
         with self._lock:
             self._running.add(number)
             floor = min(self._running)
         head = PassHead(GlobalId(self._me, number), context.id, retain_graph, create_graph, fast, floor)
         this = Pass(self._me, head, context, self._name, roots, gradients)
+        if timeout:
+            this.timeout, this.deadline = timeout, time.monotonic() + timeout
         context.passes[this.id] = this
         try:
             with this.lock:
@@ -112,7 +116,7 @@ class Engine:
                 job = this.local.came(ROOT)
                 notes, jobs = this.next_steps()
             self._carry_out(this, notes, [*([job] if job else []), *jobs])
-            self._wait(this, deadline, timeout)
+            self._wait(this)
         except BaseException as error:
             self._fail(this, error)
             raise
@@ -123,7 +127,7 @@ class Engine:
             if this.error is not None:
                 self._end_elsewhere(this, str(this.error))
 
-    def _wait(self, this: Pass, deadline: float, timeout: float) -> None:
+    def _wait(self, this: Pass) -> None:
         def ended() -> bool:
             return this.over or this.error is not None
 
@@ -131,13 +135,10 @@ class Engine:
             # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
             if (worker := this.awaited()) is not None:
                 self._agent.attend(worker, ended)
-            with this.changed:
-                return this.changed.wait_for(ended, max(min(deadline - time.monotonic(), 1e6), 0.0))
+            return this.wait_for(ended)
 
         if not ended() and not self._blocking(wait):
-            raise RpcTimeoutError(
-                f"backward did not end within {timeout:g} s. This worker: {this!r}{ask_around(self._agent, this)}"
-            )
+            raise too_late(self._agent, this)
         if not this.over:
             assert this.error is not None
             raise copy_of(this.error)
@@ -224,7 +225,8 @@ class Engine:
             for other in jobs:
                 self._agent.pool.submit((self._run, this, other))
             self._carry_out(this, notes, [])
-            self._blocking(lambda: this.wait_for(message_id))
+            if not self._blocking(lambda: this.wait_for(lambda: message_id in this.gradients)):
+                raise too_late(self._agent, this)
         if this.error is not None:
             raise copy_of(this.error)
         if this.over:
@@ -410,13 +412,7 @@ class Engine:
 
     def _abort(self, this: Pass, error: TelegradError) -> None:
         """Ends this worker's part of a pass whose root needs no telling."""
-        with this.lock:
-            if this.error is None:
-                this.error = error
-            this.changed.notify_all()
-            told = set(this.told)
-            this.told.clear()
-        for worker in told - {self._me, this.id.created_on}:
+        for worker in this.stop(error) - {self._me, this.id.created_on}:
             self._agent.post(worker, EndPass(this.id, this.context.id, str(error)))
 
     def _lost(self, worker: int) -> WorkerLostError:
@@ -428,6 +424,9 @@ class Engine:
         for context_id in self.registry.of_creator(worker):
             self.drop(context_id)
         for context in self.registry:
+            if context.origin == worker:  # nobody would tell us of its end now: its creator must
+                context.origin = context.creator
+                self._agent.post(context.creator, TellMe(context.id))
             for this in [each for each in context.passes.values() if each is not None]:
                 if this.id.created_on == worker:
                     self._abort(this, self._lost(worker))
@@ -445,7 +444,7 @@ class Engine:
         if context is None:
             return
         for this in [each for each in context.passes.values() if each is not None]:
-            self._abort(this, TelegradError(f"context {context_id} has ended"))
+            this.stop(TelegradError(f"context {context_id} has ended"))
         context.passes.clear()
         if context.nodes:
             self._graveyard.bury(context.tops, context.nodes)
@@ -453,6 +452,13 @@ class Engine:
         self._graveyard.visit()
         for worker in context.workers - {context.origin, self._me}:
             self._agent.post(worker, DropContext(context_id), soon=True)
+
+    def _on_tell_me(self, sender: int, payload: TellMe, _: Open) -> None:
+        context = self.registry.find(payload.context_id)
+        if context is not None:
+            context.workers.add(sender)
+        if context is None or context.ended:
+            self._agent.post(sender, DropContext(payload.context_id))
 
     def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
         self.drop(payload.context_id)

@@ -9,7 +9,7 @@ from typing import Any
 from telegrad.agent.agent import Agent
 from telegrad.autograd.passes import Pass
 from telegrad.current import current_worker
-from telegrad.errors import MissingGradientError, TelegradError
+from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError
 from telegrad.ids import GlobalId
 from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import Call
@@ -29,8 +29,15 @@ def nothing_came(agent: Agent, this: Pass) -> MissingGradientError:
     return MissingGradientError(f"{total} sends got no gradient{advice}: {'; '.join(texts)}")
 
 
-def ask_around(agent: Agent, this: Pass) -> str:
-    """What the other workers know of a pass that takes too long."""
+def too_late(agent: Agent, this: Pass) -> RpcTimeoutError:
+    """The deadline has come; with all that is known of the pass."""
+    return RpcTimeoutError(
+        f"backward did not end within {this.timeout:g} s. This worker: {this!r}{_ask_around(agent, this)}"
+    )
+
+
+def _ask_around(agent: Agent, this: Pass) -> str:
+    """What the other workers know of it."""
     near = [peer for peer in agent.peers if peer.links and peer.id != agent.me.worker_id]
     texts = [(peer.name, _ask(agent, peer.id, describe_pass, this.id)) for peer in near]
     return "".join(f". Worker {name!r}: {text}" for name, text in texts if text)

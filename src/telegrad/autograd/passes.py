@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,6 +53,8 @@ class Pass:
         self.asked = False  # the root knows, or will, that this worker is curious
         self.over = False  # at the root: it ended well
         self.error: BaseException | None = None
+        self.timeout = 0.0
+        self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self._surveyed = False
 
     def survey(self) -> None:
@@ -168,9 +172,11 @@ class Pass:
             _put_gates_last(job.unit, [edge for edge, given in zip(edges, gradients, strict=True) if given is _NOTHING])
         return edges, gradients
 
-    def wait_for(self, message_id: int) -> bool:
+    def wait_for(self, ready: Callable[[], bool]) -> bool:
+        """Waits until that, or until the pass has ended; False if the deadline comes first."""
+        seconds = max(min(self.deadline - time.monotonic(), threading.TIMEOUT_MAX), 0.0)
         with self.changed:
-            return self.changed.wait_for(lambda: message_id in self.gradients or self.error is not None or self.over)
+            return self.changed.wait_for(lambda: ready() or self.error is not None or self.over, seconds)
 
     def awaited(self) -> int | None:
         """One of the workers that must speak before the pass can end."""
@@ -195,6 +201,15 @@ class Pass:
                 or self.plan.wave.waits_for(worker)
                 or any(send is not None and send.to == worker for send in sends)
             )
+
+    def stop(self, error: BaseException) -> set[int]:
+        """Ends it for this worker; whom this worker drew into it."""
+        with self.lock:
+            if self.error is None:
+                self.error = error
+            self.changed.notify_all()
+            told, self.told = self.told, set()
+            return told
 
     # --- seeing it ----------------------------------------------------------------------------------------------
 

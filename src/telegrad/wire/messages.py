@@ -215,6 +215,12 @@ class DropContext(_Record, frozen=True, tag=40):
     context_id: int
 
 
+class TellMe(_Record, frozen=True, tag=49):
+    """To the creator of a context: who told the sender of it is lost, so tell it when the context ends."""
+
+    context_id: int
+
+
 class PassHead(_Record, frozen=True):
     """What a worker must know of a backward pass in order to take part.  ``floor``: the lowest number of a pass of
     that root that still runs."""
@@ -314,6 +320,7 @@ NotePayload = (
     | ChildConfirmed
     | UserDelete
     | DropContext
+    | TellMe
     | Gradient
     | Finished
     | Discover
