@@ -24,7 +24,7 @@ class Place:
         self.away = away  # how long each yield takes
         self.moves: list[float] = []  # when it stepped aside
         self.away_after_move = away
-        self.spin = Spin()
+        self.spin = Spin(moves=True)
         monkeypatch.setattr(spin, "_single_core", False)
         monkeypatch.setattr(spin, "_clock", lambda: self.now)
         monkeypatch.setattr(spin.os, "sched_yield", self._yield)
@@ -126,9 +126,18 @@ def test_where_another_runs_on_this_core_it_steps_aside_and_looks_on(monkeypatch
     assert len(shared.moves) == 1, "it stays where it is alone"
 
 
-def test_an_answer_that_came_with_the_yield_moves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_gets_its_answer_from_a_peer_on_its_own_core_moves_too(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Place(monkeypatch, away=2 * spin._SHARED)
     assert shared.look(after=2)
+    assert len(shared.moves) == 1
+
+
+def test_of_two_that_share_a_core_the_other_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Place(monkeypatch, away=2 * spin._SHARED)
+    shared.spin = Spin(moves=False)
+    assert shared.look(after=2)
+    assert not shared.look(after=NEVER)
+    assert shared.looks == 2, "it sleeps"
     assert shared.moves == []
 
 
@@ -143,19 +152,31 @@ def test_where_every_core_is_shared_it_sleeps_but_looks_again_next_time(monkeypa
     assert searches(shared, 5) == [True] * 5
 
 
-def test_between_two_moves_some_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_between_two_moves_that_do_not_help_more_and_more_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = Place(monkeypatch, away=2 * spin._SHARED)
+    searches(shared, 1000)
+    pauses = [then - now for now, then in zip(shared.moves, shared.moves[1:], strict=False)]
+    assert len(pauses) > 8
+    assert pauses[0] >= spin._STAY - 1e-9
+    slack = 3 * (shared.away + shared.step)
+    for before, after in zip(pauses, pauses[1:], strict=False):
+        assert after >= min(2 * before, spin._LONGEST_STAY) - 2 * slack
+        assert after <= spin._LONGEST_STAY + slack, "and then it tries again"
+
+
+def test_a_move_that_helped_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Place(monkeypatch, away=2 * spin._SHARED)
     searches(shared, 100)
-    pauses = [then - now for now, then in zip(shared.moves, shared.moves[1:], strict=False)]
-    assert len(pauses) > 10
-    assert min(pauses) >= spin._STAY - 1e-9
-    assert max(pauses) < spin._STAY + 3 * (shared.away + shared.step), "and then it tries again"
+    shared.now += 1.0
+    shared.moves.clear()
+    searches(shared, 20)
+    assert shared.moves[1] - shared.moves[0] < 3 * spin._STAY
 
 
 def test_each_place_has_a_pause_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = Place(monkeypatch, away=2 * spin._SHARED)
     shared.look(after=NEVER)
-    shared.spin = Spin()
+    shared.spin = Spin(moves=True)
     shared.look(after=NEVER)
     assert len(shared.moves) == 2
 
@@ -250,4 +271,4 @@ def test_on_a_single_core_it_never_searches(quiet: Place, monkeypatch: pytest.Mo
 
 def test_what_is_found_is_returned() -> None:
     glance: Callable[[], list[int]] = lambda: [7]  # noqa: E731
-    assert Spin().look(glance) == [7]
+    assert Spin(moves=True).look(glance) == [7]
