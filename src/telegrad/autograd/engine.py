@@ -192,6 +192,7 @@ class Engine:
         unit = job.unit
         edges, gradients = this.entries(job)
         if is_leaf_alone(edges):
+            this.gradients.pop(job.sources[0], None)
             self._leaves.add(this.context, [edges[0].node], gradients, this.root_gradients, this.head.create_graph)
             return
         wanted = [GradientEdge(leaf, 0) for leaf in unit.leaves]
@@ -284,6 +285,7 @@ class Engine:
                     return
                 this.survey()
                 this.gradients[payload.message_id] = gradients
+                del gradients  # a leaf may take one of them over, if nobody else holds it
                 answers = this.local.flow.received(sender, payload.counted)
                 job = this.local.came(payload.message_id)
                 notes, jobs = this.next_steps()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad.autograd.context import Context
+
+_OURS = 3  # references to a gradient that nobody else has: the engine's result, a variable, and the question itself
 
 
 class Leaves:
@@ -27,11 +30,15 @@ class Leaves:
     ) -> None:
         """Adds what torch's engine computed; ``given`` are gradients that belong to the user."""
         taken = set() if differentiable else {_address(tensor) for tensor in given}
-        for leaf, gradient in zip(leaves, gradients, strict=False):
+        for index, leaf in enumerate(leaves):
+            gradient = gradients[index]
             if gradient is None:
                 continue
+            if not differentiable:
+                # A custom function, or a hook, may have kept what it returned.
+                gradient = gradient.clone() if sys.getrefcount(gradient) > _OURS else _own(gradient, taken)
             variable: Any = leaf.variable  # type: ignore[attr-defined]
-            context.add_gradient(variable, gradient if differentiable else _own(gradient, taken))
+            context.add_gradient(variable, gradient)
             if variable._post_accumulate_grad_hooks:
                 self._after_accumulation(context, variable)
 
