@@ -3,7 +3,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench fuzz stress clean
+.PHONY: demo test lint bench fuzz stress programs clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m telegrad.demo
@@ -24,6 +24,9 @@ fuzz: $(STAMP)
 
 stress: $(STAMP)
 	$(BIN)/python -X faulthandler -m pytest -m stress -o timeout=1800 -o faulthandler_timeout=1700
+
+programs: $(STAMP)
+	$(BIN)/python -m tests.random_programs --count 20000
 
 # --no-deps and --no-build-isolation: the pinned files alone decide what is installed, so no other torch can slip in.
 $(STAMP): requirements.txt requirements-dev.txt pyproject.toml

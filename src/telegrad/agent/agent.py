@@ -282,6 +282,7 @@ class Agent:
             self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
         else:
             self._send_note(peer, (note, parcel))
+            self._clock.wake_before(time.monotonic() + self.options.note_pause)  # to repeat it, if need be
         return True
 
     def _send_note(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad.errors import UsageError
+from telegrad.errors import UnknownWorkerError, UsageError
 from telegrad.ids import GlobalId
 
 _WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
@@ -47,6 +47,7 @@ class Context:
         self.passes: dict[GlobalId, Any] = {}  # those that this worker takes part in; None: it has failed
         self.tops: set[Node] = set()
         self.nodes: set[Node] = set()
+        self.floors: dict[int, int] = {}  # by root: its passes below that number are over, or have failed
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self._lock = threading.Lock()
 
@@ -162,9 +163,13 @@ class Registry:
             raise UsageError(
                 f"no context {context_id}: it has ended, or never was. Work with it inside its `with` block"
             )
-        raise UsageError(
-            f"no context {context_id} here: worker {name_of(creator)} made it, and none of its calls has come here"
-        )
+        try:
+            maker = name_of(creator)
+        except UnknownWorkerError:
+            raise UsageError(
+                f"no context has the number {context_id}: use the one that `with context() as number` gives"
+            ) from None
+        raise UsageError(f"no context {context_id} here: worker {maker} made it, and none of its calls has come here")
 
     def drop(self, context_id: int) -> Context | None:
         """Forgets a context; None if it is not known (any more)."""

@@ -141,7 +141,7 @@ class Engine:
             raise too_late(self._agent, this)
         if not this.over:
             assert this.error is not None
-            raise copy_of(this.error)
+            raise this.error
         if any(report.missing for report in this.local.reports.values()):
             raise nothing_came(self._agent, this)
 
@@ -257,12 +257,17 @@ class Engine:
         if context is None:
             self._report_failure(pass_id, TelegradError(f"context {head.context_id} has ended on this worker"))
             return None
+        root, number = pass_id
         with self._lock:
-            for old in [old for old in context.passes if old[0] == pass_id[0] and old[1] < head.floor]:
+            if root == self._me:
+                mine: Pass | None = context.passes.get(pass_id)
+                return mine  # None: it has failed, and this came late
+            floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
+            for old in [old for old in context.passes if old[0] == root and old[1] < floor]:
                 del context.passes[old]  # they are over
-            if pass_id not in context.passes:
+            if number >= floor and pass_id not in context.passes:
                 context.passes[pass_id] = Pass(self._me, head, context, self._name)
-            found: Pass | None = context.passes[pass_id]
+            found: Pass | None = context.passes.get(pass_id)
             return found
 
     def find_pass(self, pass_id: GlobalId) -> Pass | None:

@@ -88,8 +88,14 @@ ANCHOR = torch.zeros((), requires_grad=True)
 
 
 def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
-    """Records that a tensor is sent; the node from which its gradient will flow."""
+    """Records that a tensor is sent; the node from which its gradient will flow.
+
+    A leaf's own node is made first, by an operation, which does not hold the GIL, and kept alive meanwhile: ``apply``
+    would make it with the GIL in its hands, and torch deadlocks when another thread does the same at that moment.
+    """
+    keep = tensor.view_as(tensor) if tensor.is_leaf and tensor.layout is torch.strided else None
     node = cast("Tensor", SendRpc.apply(message_id, part, tensor)).grad_fn  # type: ignore[no-untyped-call]
+    del keep
     assert node is not None
     return node
 
