@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Callable
 
@@ -159,7 +160,7 @@ def test_between_two_moves_that_do_not_help_more_and_more_time_passes(monkeypatc
     assert len(pauses) > 8
     assert pauses[0] >= spin._STAY - 1e-9
     slack = 3 * (shared.away + shared.step)
-    for before, after in zip(pauses, pauses[1:], strict=False):
+    for before, after in itertools.pairwise(pauses):
         assert after >= min(2 * before, spin._LONGEST_STAY) - 2 * slack
         assert after <= spin._LONGEST_STAY + slack, "and then it tries again"
 

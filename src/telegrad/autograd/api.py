@@ -86,11 +86,8 @@ def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None)
         gradient = given[index] if given is not None else None
         if gradient is None:
             if isinstance(root, Tensor) and (root.numel() != 1 or root.is_complex()):
-                kind = "complex, " if root.is_complex() else ""
-                raise UsageError(
-                    f"root {index} is {kind}of shape {list(root.shape)}: backward needs a real scalar, or grad_tensors "
-                    "of its shape"
-                )
+                what = "is complex" if root.is_complex() else f"has shape {list(root.shape)}"
+                raise UsageError(f"root {index} {what}: backward needs a scalar, or grad_tensors of its shape")
             gradient = torch.ones_like(root, memory_format=torch.preserve_format) if isinstance(root, Tensor) else root
         elif not isinstance(gradient, Tensor) or gradient.shape != root.shape:
             shape = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__

@@ -167,7 +167,7 @@ class Registry:
             maker = name_of(creator)
         except UnknownWorkerError:
             raise UsageError(
-                f"no context has the number {context_id}: use the one that `with context() as number` gives"
+                f"no context {context_id}: no worker of this job made it; use what `with context() as number` gives"
             ) from None
         raise UsageError(f"no context {context_id} here: worker {maker} made it, and none of its calls has come here")
 

@@ -1,0 +1,84 @@
+"""Workers of this process on which programs run, with every note that they send counted."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from telegrad.errors import MissingGradientError
+from telegrad.testing import Cluster, cluster
+from telegrad.worker import Worker
+
+from . import distributed, local
+from .compare import Mismatch, compare
+from .distributed import Mode
+from .language import Program
+
+
+class Stage:
+    def __init__(self, workers: Cluster) -> None:
+        self.workers = workers
+        self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        for worker in workers:
+            self._count_notes(worker)
+
+    def _count_notes(self, worker: Worker) -> None:
+        """Where they are posted, for a note to oneself has no carrier, and a repeated one should count once."""
+        post: Callable[..., bool] = worker.agent.post
+
+        def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
+            with self._lock:
+                self._counts[type(payload).__name__] += 1
+            return post(to, payload, *rest, **options)
+
+        worker.agent.post = counted  # type: ignore[method-assign]
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return dict(self._counts)
+
+    def check(self, program: Program, mode: Mode = "smart", oracle: local.Local | None = None) -> bool:
+        """Raises if the program does not do what it does locally.  False: FAST cannot run it, and said so."""
+        oracle = oracle or local.run(program)
+        with self.workers.on(program.driver):
+            try:
+                outcome = distributed.run(program, oracle.expected, mode, self.counts)
+            except MissingGradientError:
+                if mode == "fast":
+                    return False
+                raise
+        if mode == "fast" and program.changes_sums():
+            return True
+        try:
+            compare(oracle, outcome, mode)
+        except Mismatch as error:
+            raise Mismatch(f"{error}\n\n{mode} run of {program}") from None
+        return True
+
+    def leftovers(self, patience: float = 5.0) -> list[str]:
+        """What the workers still keep of programs that have ended, given some time to let go of it."""
+        deadline = time.monotonic() + patience
+        while (left := self._left()) and time.monotonic() < deadline:
+            gc.collect()  # an exception holds its frames, and these what they used
+            time.sleep(0.01)
+        return left
+
+    def _left(self) -> list[str]:
+        left = []
+        for worker in self.workers:
+            left += [f"{worker.name}: {context!r}" for context in worker.autograd.registry]
+            left += [f"{worker.name}: {worker.references!r}"] if not worker.references.empty else []
+            left += [f"{worker.name}: {worker.agent.unacknowledged} notes"] if worker.agent.unacknowledged else []
+        return left
+
+
+@contextmanager
+def stage(names: str = "abcde", **options: Any) -> Iterator[Stage]:
+    with cluster(*names, **{"timeout": 30.0, **options}) as workers:
+        yield Stage(workers)
