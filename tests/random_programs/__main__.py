@@ -23,7 +23,7 @@ from .language import Program
 from .shrink import shrink
 from .stage import Stage, stage
 
-_PATIENCE = 30.0  # for one program; then all stacks are shown
+_PATIENCE = 120.0  # for one program; then all stacks are shown
 _DETAILS = re.compile(r"0x[0-9a-f]+|[0-9.]+|^[a-e]:|\[.*?\]")
 _MODES: tuple[Mode, ...] = ("smart", "fast")
 
