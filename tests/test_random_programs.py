@@ -9,6 +9,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import get_args
 
 import pytest
@@ -39,6 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
 PROGRAMS = 500
 BATCH = 50
+AT_ONCE = 25
 OVER_PROCESSES = 50
 UNDER_FAULTS = 60
 
@@ -59,6 +61,20 @@ def test_programs_do_what_they_do_locally(workers: Stage, first: int) -> None:
         oracle = local.run(program)
         workers.check(program, "smart", oracle)
         workers.check(program, "fast", oracle)
+    assert workers.leftovers() == []
+
+
+def test_programs_at_once(workers: Stage) -> None:
+    """Each in a context of its own, on the same workers."""
+
+    def run(first: int) -> None:
+        for seed in range(first, first + AT_ONCE):
+            program = generate(seed)
+            workers.check(program, "smart", alone=False)
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(run, PROGRAMS + number * AT_ONCE) for number in range(4)]:
+            done.result(60)
     assert workers.leftovers() == []
 
 
