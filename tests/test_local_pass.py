@@ -28,7 +28,7 @@ def states(local: LocalPass) -> list[State]:
 def check(local: LocalPass) -> None:
     busy = [job for job in local.jobs if job.state in (State.RUNNING, State.CURIOUS)]
     assert local.flow.active == len(busy), "or the pass would seem to be over, or never to be"
-    assert local.curious == {job for job in local.jobs if job.state is State.CURIOUS}
+    assert set(local.curious) == {job for job in local.jobs if job.state is State.CURIOUS}
     assert all((job.blocked_on is not None) == (job.state is State.BLOCKED) for job in local.jobs)
     repr(local)
 

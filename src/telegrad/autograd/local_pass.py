@@ -57,8 +57,8 @@ class LocalPass:
         self.live: set[int] | None = None  # None: not known yet
         self.jobs: list[Job] = []
         self.reports: dict[int, Report] = {}  # the latest of each worker that ever had one
-        self.curious: set[Job] = set()
-        self._blocked: set[Job] = set()
+        self.curious: dict[Job, None] = {}  # dicts keep their order, so that a pass runs the same way each time
+        self._blocked: dict[Job, None] = {}
         self._by_source: dict[int, Job] = {}
         self._fast = fast
 
@@ -87,7 +87,7 @@ class LocalPass:
         self.arrived.add(source)
         if job.state is State.BLOCKED and job.blocked_on == source:
             job.state, job.blocked_on = State.RUNNING, None
-            self._blocked.discard(job)
+            self._blocked.pop(job, None)
             self.flow.active += 1  # on behalf of the call that wakes up now
             return None
         return self._consider(job)
@@ -110,7 +110,7 @@ class LocalPass:
             return None
         if len(job.unit.sources) > 1 and self.live is None:
             job.state = State.CURIOUS
-            self.curious.add(job)
+            self.curious[job] = None
             self.flow.active += 1  # or the pass would seem to be over
             return None
         live = self.live
@@ -121,7 +121,7 @@ class LocalPass:
 
     def blocked(self, job: Job, source: int) -> None:
         job.state, job.blocked_on = State.BLOCKED, source
-        self._blocked.add(job)
+        self._blocked[job] = None
         self.flow.active -= 1
 
     def done(self, job: Job) -> None:
