@@ -27,7 +27,7 @@ from telegrad.wire.messages import (
     EndPass,
     Explored,
     Finished,
-    Gradient,
+    Gradients,
     NoteAck,
     PassFailed,
     PlanKnown,
@@ -486,7 +486,7 @@ def test_a_deadline_in_the_wave(trio: Cluster) -> None:
 
 
 def test_without_a_timeout_a_pass_takes_as_long_as_it_takes(trio: Cluster) -> None:
-    fault = trio.fault("delay", Gradient, count=1, seconds=0.15)
+    fault = trio.fault("delay", Gradients, count=1, seconds=0.15)
     x = leaf()
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("b", double, (x,)).sum()], timeout=0)
@@ -499,10 +499,10 @@ def test_a_late_gradient_of_a_pass_that_failed_changes_nothing(trio: Cluster, se
     """The first backward times out, the second works, and then what belonged to the first arrives."""
     gate = Gate()
     first = 2  # the number of the pass that fails
-    handle = trio[receiver].agent.note_handlers[Gradient]
+    handle = trio[receiver].agent.note_handlers[Gradients]
     late: list[Callable[[], None]] = []
 
-    def hold(source: int, payload: Gradient, open_value: Any) -> None:
+    def hold(source: int, payload: Gradients, open_value: Any) -> None:
         if payload.head.pass_id[1] == first and trio[source].name == sender and not late:
             late.append(lambda: handle(source, payload, open_value))
             gate.entered.set()
@@ -513,7 +513,7 @@ def test_a_late_gradient_of_a_pass_that_failed_changes_nothing(trio: Cluster, se
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("b", double, (x * 1,)).sum()
         autograd.backward(context_id, [loss], retain_graph=True)
-        trio[receiver].agent.note_handlers[Gradient] = hold
+        trio[receiver].agent.note_handlers[Gradients] = hold
         with pytest.raises(RpcTimeoutError):
             autograd.backward(context_id, [loss], retain_graph=True, timeout=0.05)
         gate.wait_entered()
@@ -706,7 +706,7 @@ def test_who_told_a_worker_of_a_context_is_lost(trio: Cluster, kind: Any) -> Non
 
 # --- faults of the network --------------------------------------------------------------------------------------
 
-NOTES = [Gradient, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext, NoteAck]
+NOTES = [Gradients, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext, NoteAck]
 FAULTS = ["drop", "repeat", "reorder", "delay"]
 
 
@@ -749,7 +749,7 @@ def test_all_notes_suffer_at_once(trio: Cluster) -> None:
 
 
 def test_a_repeated_gradient_is_added_once(trio: Cluster) -> None:
-    fault = trio.fault("repeat", Gradient)
+    fault = trio.fault("repeat", Gradients)
     for _ in range(3):
         meeting_sources()
         far_source()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import typing
 
 import msgspec
@@ -67,6 +68,8 @@ def field(hint):
             return st.lists(field(item), max_size=3).map(tuple)
         case "several", items:
             return st.tuples(*map(field, items))
+        case "perhaps", (item,):
+            return st.none() | field(item)
     return record(hint)
 
 
@@ -75,6 +78,8 @@ def parts(hint):
     inner = typing.get_args(hint)
     if typing.get_origin(hint) is typing.Annotated:
         return "sizes", ()
+    if inner[1:] == (types.NoneType,):
+        return "perhaps", inner[:1]
     if typing.get_origin(hint) is tuple:
         return ("many", inner[:1]) if inner[1:] == (...,) else ("several", inner)
     return "record", ()
@@ -110,6 +115,8 @@ def example(hint):
     match parts(hint):
         case "sizes", _:
             return 7
+        case "perhaps", (item,):
+            return example(item)
         case (("many" | "several"), items):
             return tuple(map(example, items))
     return filled(hint)

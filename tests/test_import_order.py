@@ -23,7 +23,8 @@ LAYERS = [line.split() for line in """
     telegrad.wire.pickles
     telegrad.wire.values
     telegrad.transport
-    telegrad.transport.base  telegrad.transport.buffers  telegrad.transport.handshake  telegrad.transport.sockets
+    telegrad.transport.base  telegrad.transport.buffers  telegrad.transport.copier  telegrad.transport.handshake
+    telegrad.transport.sockets
     telegrad.transport.lane  telegrad.transport.tls
     telegrad.transport.admission
     telegrad.transport.dial
@@ -46,7 +47,7 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
     telegrad.autograd.attach  telegrad.autograd.leaves  telegrad.autograd.local_pass
     telegrad.autograd.passes
-    telegrad.autograd.inquiry
+    telegrad.autograd.inquiry  telegrad.autograd.turn
     telegrad.autograd.engine
     telegrad.autograd.api
     telegrad.autograd

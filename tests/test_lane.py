@@ -11,7 +11,6 @@ import os
 import random
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -575,72 +574,6 @@ def test_a_new_program_does_not_inherit_a_slab(shelf: Shelf) -> None:
     code = f"import os; print([os.path.exists(f'/proc/self/fd/{{fd}}') for fd in ({slab.fd}, {proof.fd})])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, close_fds=False, check=True)
     assert done.stdout == "[False, False]\n"
-
-
-# --- copying ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 4096, (8 << 20) - 1, 8 << 20, (8 << 20) + 1])
-@pytest.mark.parametrize("cores", [1, 2])
-def test_a_copy_is_whole(monkeypatch: pytest.MonkeyPatch, size: int, cores: int) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    source, target = pattern(3, size), np.zeros(size + 16, np.uint8)
-    lane._copy(target.ctypes.data, source.ctypes.data, size)
-    assert np.array_equal(target[:size], source)
-    assert not target[size:].any()
-
-
-def test_a_system_without_threads_copies_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    source, target = pattern(3, 9 << 20), np.zeros(9 << 20, np.uint8)
-    lane._copy(target.ctypes.data, source.ctypes.data, source.nbytes)
-    assert np.array_equal(target, source)
-
-
-@pytest.mark.parametrize("when", ["copying", "waiting"])
-def test_an_interrupted_copy_ends_only_when_both_threads_are_done(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """Else the memory would be unmapped while the other thread writes there."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    memmove, wait = ctypes.memmove, threading.Event.wait
-    copier = threading.current_thread()
-    interrupted = threading.Event()
-    done: list[str] = []
-
-    def interrupt() -> None:
-        if not interrupted.is_set():
-            interrupted.set()
-            raise KeyboardInterrupt
-
-    def move(*args: Any) -> None:
-        if threading.current_thread() is copier:
-            memmove(*args)
-            if when == "copying":
-                interrupt()
-        else:
-            assert wait(interrupted, PATIENCE)
-            memmove(*args)
-            done.append("the other thread")
-
-    def wait_interrupted(event: threading.Event, timeout: float | None = None) -> bool:
-        if threading.current_thread() is copier and when == "waiting" and event is not interrupted and started(event):
-            interrupt()
-        return wait(event, timeout)
-
-    def started(event: threading.Event) -> bool:
-        """Not the wait of ``Thread.start``."""
-        return event not in [getattr(thread, "_started", None) for thread in threading.enumerate()]
-
-    monkeypatch.setattr(ctypes, "memmove", move)
-    monkeypatch.setattr(threading.Event, "wait", wait_interrupted)
-    source, target = pattern(3, 9 << 20), np.zeros(9 << 20, np.uint8)
-    with pytest.raises(KeyboardInterrupt):
-        lane._copy(target.ctypes.data, source.ctypes.data, source.nbytes)
-    assert done == ["the other thread"]
-    assert np.array_equal(target, source)
 
 
 # --- threads ----------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def check(local: LocalPass) -> None:
 def test_a_unit_of_one_source_runs_when_its_gradient_comes(fast: bool) -> None:
     local = a_pass([1], [2], fast=fast)
     assert states(local) == [State.WAITING, State.WAITING]
-    job = local.came(2)
+    (job,) = local.came([2])
     assert job is local.jobs[1]
     assert job.sources == [2]
     assert states(local) == [State.WAITING, State.RUNNING]
@@ -53,8 +53,7 @@ def test_a_unit_of_one_source_runs_when_its_gradient_comes(fast: bool) -> None:
 
 def test_the_root_starts_from_its_roots() -> None:
     local = a_pass([ROOT], root=True)
-    job = local.came(ROOT)
-    assert job is not None
+    (job,) = local.came([ROOT])
     assert not local.flow.over
     local.done(job)
     assert local.flow.over
@@ -63,7 +62,7 @@ def test_the_root_starts_from_its_roots() -> None:
 def test_a_gradient_for_something_that_was_never_sent_is_an_error() -> None:
     local = a_pass([1])
     with pytest.raises(LookupError, match="message 9, which was never sent in this context"):
-        local.came(9)
+        local.came([9])
     assert local.arrived == set()
     check(local)
 
@@ -75,10 +74,10 @@ def test_a_unit_of_several_sources_waits_for_the_plan() -> None:
     local = a_pass([1, 2, 3])
     assert local.may_be_curious
     assert not local.curious
-    assert local.came(2) is None
+    assert local.came([2]) == []
     assert states(local) == [State.CURIOUS]
     check(local)
-    assert local.came(3) is None
+    assert local.came([3]) == []
     assert states(local) == [State.CURIOUS]
     check(local)
     (job,) = local.plan_known([2, 3])
@@ -88,25 +87,45 @@ def test_a_unit_of_several_sources_waits_for_the_plan() -> None:
     check(local)
 
 
+@pytest.mark.parametrize("letters", [[[3, 1, 2]], [[1], [2, 3]], [[2], [1], [3]]])
+def test_a_unit_whose_sources_have_all_come_needs_no_plan(letters: list[list[int]]) -> None:
+    local = a_pass([1, 2, 3])
+    *early, last = letters
+    for sources in early:
+        assert local.came(sources) == []
+        assert states(local) == [State.CURIOUS]
+    assert local.came(last) == local.jobs
+    assert local.jobs[0].sources == [3, 2, 1]
+    assert not local.curious
+    check(local)
+    assert local.plan_known([1, 2, 3]) == [], "it runs already"
+    check(local)
+
+
+def test_gradients_that_come_together_start_their_units_in_that_order() -> None:
+    local = a_pass([1], [2, 4], [3])
+    assert local.came([3, 2, 1, 4]) == [local.jobs[2], local.jobs[1], local.jobs[0]]
+    check(local)
+
+
 def test_a_unit_that_is_first_heard_of_after_the_plan_runs_at_once() -> None:
     local = a_pass([1, 2, 3])
     assert local.plan_known([1, 3]) == []
-    job = local.came(1)
-    assert job is not None
+    (job,) = local.came([1])
     assert job.sources == [3, 1]
     check(local)
 
 
 def test_what_has_come_is_live_whatever_the_plan_says() -> None:
     local = a_pass([1, 2])
-    local.came(1)
+    local.came([1])
     (job,) = local.plan_known([2])
     assert job.sources == [2, 1]
 
 
 def test_the_roots_are_newer_than_any_message() -> None:
     local = a_pass([1, ROOT, 5], root=True)
-    local.came(ROOT)
+    local.came([ROOT])
     (job,) = local.plan_known([1, 5])
     assert job.sources == [ROOT, 5, 1]
 
@@ -119,8 +138,8 @@ def test_only_several_sources_make_curious() -> None:
 
 def test_units_of_one_source_do_not_wait_for_the_plan() -> None:
     local = a_pass([1, 2], [3])
-    local.came(1)
-    assert local.came(3) is local.jobs[1]
+    local.came([1])
+    assert local.came([3]) == [local.jobs[1]]
     assert states(local) == [State.CURIOUS, State.RUNNING]
     check(local)
 
@@ -130,15 +149,15 @@ def test_units_of_one_source_do_not_wait_for_the_plan() -> None:
 
 def test_a_run_blocks_at_a_source_that_has_not_come_and_goes_on_when_it_does() -> None:
     local = a_pass([1, 2, 3])
-    local.came(3)
+    local.came([3])
     (job,) = local.plan_known([1, 2, 3])
     local.blocked(job, 2)
     assert (job.state, job.blocked_on) == (State.BLOCKED, 2)
     assert local.flow.active == 0
-    assert local.came(1) is None
+    assert local.came([1]) == []
     assert job.state is State.BLOCKED, "it is another one that it waits for"
     check(local)
-    assert local.came(2) is None, "the call that waits goes on; no new one"
+    assert local.came([2]) == [], "the call that waits goes on; no new one"
     assert (job.state, job.blocked_on) == (State.RUNNING, None)
     assert local.flow.active == 1
     check(local)
@@ -149,8 +168,7 @@ def test_a_run_blocks_at_a_source_that_has_not_come_and_goes_on_when_it_does() -
 def test_a_blocked_unit_lets_the_worker_answer() -> None:
     local = a_pass([1, 2], fast=True)
     local.flow.received(0)
-    job = local.came(2)
-    assert job is not None
+    (job,) = local.came([2])
     assert local.flow.settle() == []
     local.blocked(job, 1)
     assert [answer.to for answer in local.flow.settle()] == [0]
@@ -161,7 +179,7 @@ def test_a_blocked_unit_lets_the_worker_answer() -> None:
 
 def test_fast_takes_all_sources_for_live() -> None:
     local = a_pass([1, 2], [3], fast=True)
-    job = local.came(1)
+    (job,) = local.came([1])
     assert job is local.jobs[0]
     assert job.sources == [2, 1]
     assert not local.curious
@@ -171,21 +189,21 @@ def test_fast_takes_all_sources_for_live() -> None:
 def test_fast_misses_all_that_has_not_come_even_where_nobody_waits() -> None:
     local = a_pass([1, 2], [3], [4], fast=True)
     assert sorted(local.missing()) == [1, 2, 3, 4]
-    local.came(2)
-    local.came(4)
+    local.came([2])
+    local.came([4])
     assert sorted(local.missing()) == [1, 3]
 
 
 def test_smart_misses_only_what_somebody_is_blocked_on() -> None:
     local = a_pass([1, 2, 5], [3])
     assert local.missing() == []
-    local.came(2)
+    local.came([2])
     assert local.missing() == []
     (job,) = local.plan_known([1, 2])
     assert local.missing() == []
     local.blocked(job, 1)
     assert local.missing() == [1]
-    local.came(1)
+    local.came([1])
     assert local.missing() == []
 
 
@@ -195,7 +213,7 @@ def test_smart_misses_only_what_somebody_is_blocked_on() -> None:
 def test_a_worker_that_misses_nothing_does_not_report() -> None:
     local = a_pass([1])
     assert local.report() == ()
-    local.came(1)
+    local.came([1])
     assert local.report() == ()
 
 
@@ -203,22 +221,22 @@ def test_a_report_has_a_new_version_when_it_changes_and_only_then() -> None:
     local = a_pass([1], [2], [3], fast=True)
     assert local.report() == (Report(ME, 1, 3),)
     assert local.report() == (Report(ME, 1, 3),)
-    local.came(1)
+    local.came([1])
     assert local.report() == (Report(ME, 2, 2),)
-    local.came(2)
-    local.came(3)
+    local.came([2])
+    local.came([3])
     assert local.report() == (Report(ME, 3, 0),), "that it misses nothing any more, too"
     assert local.report() == (Report(ME, 3, 0),)
 
 
 def test_smart_reports_who_is_blocked() -> None:
     local = a_pass([1, 2])
-    local.came(2)
+    local.came([2])
     (job,) = local.plan_known([1, 2])
     assert local.report() == ()
     local.blocked(job, 1)
     assert local.report() == (Report(ME, 1, 1),)
-    local.came(1)
+    local.came([1])
     assert local.report() == (Report(ME, 2, 0),)
 
 
@@ -249,6 +267,7 @@ class Worker:
         self.running: dict[Job, list[int]] = {}  # and which sources are left to do
         self.ran: list[Job] = []
         self.planned = self.fast = fast
+        self.rng = random.Random(0)
 
     def start(self, jobs: list[Job]) -> None:
         for job in jobs:
@@ -267,8 +286,10 @@ class Worker:
 
     def happen(self, choice: int) -> None:
         if choice < len(self.on_the_way):
-            started = self.local.came(self.on_the_way.pop(choice))
-            self.start([started] if started is not None else [])
+            together = [self.on_the_way.pop(choice)]
+            while self.on_the_way and self.rng.random() < 0.3:
+                together.append(self.on_the_way.pop(self.rng.randrange(len(self.on_the_way))))
+            self.start(self.local.came(together))
             return
         choice -= len(self.on_the_way)
         if choice < len(self.ready()):
@@ -324,6 +345,6 @@ def test_each_unit_that_is_reached_runs_once_with_all_its_live_sources(worker: W
 
 def test_repr_shows_how_far_each_unit_is() -> None:
     local = a_pass([1], [2, 3])
-    local.came(1)
-    local.came(2)
+    local.came([1])
+    local.came([2])
     assert repr(local) == "<LocalPass 2 active, [<1 sources, runs>, <2 sources, waits for the plan>]>"

@@ -30,7 +30,7 @@ from telegrad.wire.messages import (
     DropContext,
     Explored,
     Finished,
-    Gradient,
+    Gradients,
     NoteAck,
     PlanKnown,
     PlanWanted,
@@ -45,7 +45,7 @@ OVER_PROCESSES = 50
 UNDER_FAULTS = 60
 
 FAULTS: list[Kind] = ["drop", "repeat", "reorder", "delay"]
-INTERNAL = [Gradient, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext, NoteAck]
+INTERNAL = [Gradients, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext, NoteAck]
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +195,7 @@ def test_a_wrong_gradient_is_noticed(workers: Stage) -> None:
         with pytest.raises(Mismatch, match=f"gradient of parameter {index}"):
             compare(oracle, outcome)
     seen.gradients[index] = right
-    outcome.notes[0]["Gradient"] += 1
+    outcome.notes[0]["of messages"] += 1
     with pytest.raises(Mismatch, match="gradients were sent"):
         compare(oracle, outcome)
 

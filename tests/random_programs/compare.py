@@ -102,11 +102,11 @@ def _show(gradient: Gradient) -> str:
 
 
 def _messages(expected: Expected, notes: Mapping[str, int], mode: Mode) -> Iterator[str]:
-    gradients = notes.get("Gradient", 0)
+    gradients, letters = notes.get("of messages", 0), notes.get("Gradients", 0)
     if gradients != expected.gradients and not (mode == "fast" and gradients > expected.gradients):
         yield f"{expected.gradients} recvs are reached, but {gradients} gradients were sent"
-    if notes.get("Finished", 0) > gradients:
-        yield f"{notes['Finished']} answers to {gradients} gradients"
+    if letters > gradients or notes.get("Finished", 0) > letters:
+        yield f"{gradients} gradients in {letters} letters, with {notes['Finished']} answers"
     planning = {kind: notes[kind] for kind in _PLANNING if notes.get(kind)}
     if planning and (mode == "fast" or not expected.meets):
         yield f"no sources meet, but there was planning: {planning}"

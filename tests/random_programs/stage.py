@@ -12,6 +12,7 @@ from typing import Any
 
 from telegrad.errors import MissingGradientError
 from telegrad.testing import Cluster, cluster
+from telegrad.wire.messages import Gradients
 from telegrad.worker import Worker
 
 from . import distributed, local
@@ -35,6 +36,9 @@ class Stage:
         def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
             with self._lock:
                 self._counts[type(payload).__name__] += 1
+                if isinstance(payload, Gradients):
+                    self._counts["of messages"] += len(payload.messages)
+                    self._counts["Finished"] += payload.finished is not None
             return post(to, payload, *rest, **options)
 
         worker.agent.post = counted  # type: ignore[method-assign]

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
@@ -257,18 +255,24 @@ class Agent:
 
     # --- notes --------------------------------------------------------------------------------------------------
 
-    def post(
-        self, to: int, payload: NotePayload, value: Any = None, tensors: list[Tensor] | None = None, soon: bool = False
-    ) -> bool:
-        """Sends an internal message that takes effect exactly once.  False: the receiver is gone.
+    def bundle(self, to: int) -> values.Bundle:
+        """For tensors that go along with a note.  Raises WorkerLostError."""
+        peer = self.peer(to)
+        return self.bodies.bundle(peer, self.link_to(peer))
 
-        With ``soon``, it waits a moment for another message that it can ride on.
-        """
+    def post(
+        self,
+        to: int,
+        payload: NotePayload,
+        value: Any = None,
+        tensors: values.Bundle | None = None,
+    ) -> bool:
+        """Sends an internal message that takes effect exactly once.  False: the receiver is gone."""
         peer = self.peer(to)
         parcel = values.EMPTY_PARCEL
         try:
-            if tensors:
-                parcel = self.bodies.pack_list(peer, self.link_to(peer), tensors)
+            if tensors is not None:
+                parcel = self.bodies.close(self.link_to(peer), tensors)
             elif value is not None:
                 parcel = self.bodies.pack(peer, self.link_to(peer), value)
         except WorkerLostError:
@@ -277,12 +281,8 @@ class Agent:
             if peer.state is not PeerState.KNOWN:
                 return False
             note = self._outbox.post(to, payload, time.monotonic(), parcel, self._inbox.acks_for(to))
-        if soon:
-            self.link_to(peer).post(note)
-            self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
-        else:
-            self._send_note(peer, (note, parcel))
-            self._clock.wake_before(time.monotonic() + self.options.note_pause)  # to repeat it, if need be
+        self._send_note(peer, (note, parcel))
+        self._clock.wake_before(time.monotonic() + self.options.note_pause)  # to repeat it, if need be
         return True
 
     def _send_note(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
@@ -442,6 +442,7 @@ class Agent:
             self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
             self._fail_calls(peer)
         self.pool.close(timeout)
+        self.bodies.shelf.close()
         for act, ticket, _ in self.pool.drain():
             if act == self.outcomes.complete:  # it came in the last moment, and somebody may wait for the future
                 self.outcomes.complete(ticket, None)

@@ -56,11 +56,14 @@ class Bodies:
             link.held[slab.number] = slab
         return parcel
 
-    def pack_list(self, peer: Peer, link: Link, tensors: list[Tensor]) -> values.Parcel:
-        """As ``pack``, for a list of tensors."""
+    def bundle(self, peer: Peer, link: Link) -> values.Bundle:
+        """As ``pack``, for a list of tensors that may grow until ``close``."""
         if self._borrowed:
             self.give_back()
-        parcel = values.pack_list(tensors, peer.route, self._shelve if link.lane_open else None)
+        return values.Bundle(peer.route, self._shelve if link.lane_open else None)
+
+    def close(self, link: Link, bundle: values.Bundle) -> values.Parcel:
+        parcel = bundle.parcel()
         for slab in parcel.slabs:
             link.held[slab.number] = slab
         return parcel

@@ -56,8 +56,11 @@ class Attach:
 
     @staticmethod
     def _receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
-        with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
+        if torch.is_grad_enabled():
             received = receive(recv, part, tensor)
+        else:
+            with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
+                received = receive(recv, part, tensor)
         if isinstance(tensor, torch.nn.Parameter):
             received._is_param = True  # so that it still passes for one
         return received

@@ -25,6 +25,8 @@ class Answer(NamedTuple):
 
 
 class Diffusion:
+    __slots__ = ("_engaged", "_from_parent", "_owed", "_parent", "_root", "_sent_up", "_unanswered", "active")
+
     def __init__(self, root: bool) -> None:
         self.active = 0  # how many things the worker is doing
         self._root = root

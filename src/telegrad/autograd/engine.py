@@ -2,8 +2,8 @@
 
 Everything between workers is a note, so it takes effect once, whatever the network does:
 
-    Gradient      recv → send        what torch's engine computed here goes on there
-    Finished      send → recv        all that it caused is done (``diffusion``)
+    Gradients     recvs → sends      what torch's engine computed here goes on there
+    Finished      sends → recvs      all that it caused is done (``diffusion``)
     Discover      recv → send        this send is live            } only where
     Explored      send → recv        all behind it is explored    } some worker
     PlanWanted    anyone → root      start the wave               } is curious
@@ -36,6 +36,7 @@ from telegrad.autograd.inquiry import nothing_came, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT, Job
 from telegrad.autograd.passes import Notes, Pass
+from telegrad.autograd.turn import Letter, Turn, unpack
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.wire.messages import (
@@ -45,7 +46,7 @@ from telegrad.wire.messages import (
     Explored,
     Failure,
     Finished,
-    Gradient,
+    Gradients,
     PassFailed,
     PassHead,
     PlanKnown,
@@ -59,6 +60,7 @@ log = logging.getLogger("telegrad.autograd")
 Open = Callable[[], Any]
 
 _ANCHOR_EDGE = get_gradient_edge(ANCHOR)
+_LONG = 0.001  # seconds: a turn that takes longer is shared
 
 
 class Engine:
@@ -76,7 +78,7 @@ class Engine:
         agent.lost_handlers.append(self._worker_lost)
         agent.light_notes.add(DropContext)
         agent.note_handlers |= {
-            Gradient: self._on_gradient,
+            Gradients: self._on_gradients,
             Finished: self._on_finished,
             Discover: self._on_discover,
             Explored: self._on_explored,
@@ -113,9 +115,9 @@ class Engine:
         try:
             with this.lock:
                 this.survey()
-                job = this.local.came(ROOT)
-                notes, jobs = this.next_steps()
-            self._carry_out(this, notes, [*([job] if job else []), *jobs])
+                jobs = this.local.came([ROOT])
+                notes, more = this.next_steps()
+            self._carry_out(this, notes, jobs + more)
             self._wait(this)
         except BaseException as error:
             self._fail(this, error)
@@ -156,35 +158,66 @@ class Engine:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def _carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
+        self._post(this, notes)
+        if jobs:
+            self._take(Turn(this, jobs))
+
+    def _take(self, turn: Turn) -> None:
+        """Runs the units of a turn; if they take long, other threads get those that are left."""
+        begun = time.monotonic()
+        while turn.todo:
+            self._run(turn, turn.todo.popleft())
+            if turn.todo and time.monotonic() - begun > _LONG:
+                self._share(turn)
+        self._send(turn)
+
+    def _share(self, turn: Turn) -> None:
+        """Leaves what this thread has not begun to others, and sends what it has."""
+        while turn.todo:
+            self._agent.pool.submit((lambda this, job: self._take(Turn(this, [job])), turn.this, turn.todo.popleft()))
+        self._send(turn)
+
+    def _send(self, turn: Turn) -> None:
+        notes, letters = turn.take_mail()
+        self._post(turn.this, notes)
+        for to, letter in letters.items():
+            self._post_letter(turn.this, to, letter)
+
+    def _post(self, this: Pass, notes: Notes) -> None:
         for to, payload in notes:
             if not self._agent.post(to, payload):
                 self._fail(this, self._lost(to))
-        for job in jobs[1:]:
-            self._agent.pool.submit((self._run, this, job))
-        if jobs:
-            self._run(this, jobs[0])
 
-    def _step(self, this: Pass, event: Callable[[], Job | None]) -> None:
+    def _post_letter(self, this: Pass, to: int, letter: Letter) -> None:
+        if this.error is None and not self._agent.post(to, letter.payload(this), tensors=letter.bundle):
+            self._fail(this, self._lost(to))
+
+    def _step(self, this: Pass, event: Callable[[], None]) -> None:
         """Takes in an event and does what follows from it."""
         with this.lock:
             if this.error is not None:
                 return
-            job = event()
+            event()
             notes, jobs = this.next_steps()
-        self._carry_out(this, notes, [*([job] if job is not None else []), *jobs])
+        self._carry_out(this, notes, jobs)
 
     # --- torch's engine -----------------------------------------------------------------------------------------
 
-    def _run(self, this: Pass, job: Job) -> None:
+    def _run(self, turn: Turn, job: Job) -> None:
         """One unit, on the calling thread."""
-        outer, here.run = here.run, _Run(self, this, job, this.reached(job))
+        this = turn.this
+        outer, here.run = here.run, _Run(self, turn, job, this.reached(job))
         try:
             with Scope(this.context):
                 self._compute(this, job)
+            with this.lock:
+                if this.error is None:
+                    this.local.done(job)
+                    notes, jobs = this.next_steps()
+                    turn.notes += notes
+                    turn.todo += jobs
         except BaseException as error:
             self._fail(this, error)
-        else:
-            self._step(this, lambda: this.local.done(job))
         finally:
             here.run = outer
 
@@ -192,7 +225,8 @@ class Engine:
         unit = job.unit
         edges, gradients = this.entries(job)
         if is_leaf_alone(edges):
-            this.gradients.pop(job.sources[0], None)
+            for source in job.sources:
+                this.gradients.pop(source, None)
             self._leaves.add(this.context, [edges[0].node], gradients, this.root_gradients, this.head.create_graph)
             return
         wanted = [GradientEdge(leaf, 0) for leaf in unit.leaves]
@@ -215,17 +249,18 @@ class Engine:
             this.gradients.pop(source, None)
         self._leaves.add(this.context, unit.leaves, results, this.root_gradients, this.head.create_graph)
 
-    def gradient_for(self, this: Pass, job: Job, message_id: int, part: int) -> Tensor | None:
+    def gradient_for(self, turn: Turn, job: Job, message_id: int, part: int) -> Tensor | None:
         """Called by torch's engine: waits for what comes from the other end of a send."""
+        this = turn.this
         with this.lock:
             here_already = message_id in this.gradients
             if not here_already:
                 this.local.blocked(job, message_id)
                 notes, jobs = this.next_steps()
+                turn.notes += notes
+                turn.todo += jobs
         if not here_already:
-            for other in jobs:
-                self._agent.pool.submit((self._run, this, other))
-            self._carry_out(this, notes, [])
+            self._share(turn)
             if not self._blocking(lambda: this.wait_for(lambda: message_id in this.gradients)):
                 raise too_late(self._agent, this)
         if this.error is not None:
@@ -235,18 +270,23 @@ class Engine:
         parts = this.gradients[message_id]
         return parts[part] if part in parts else this.zeros(message_id, part)
 
-    def emit(self, this: Pass, recv: Recv, gradients: dict[int, Tensor | None]) -> None:
-        """Called by torch's engine: sends what the tensors of a message got to its other end."""
-        with this.lock:
-            if this.error is not None:
-                raise copy_of(this.error)
-            counted = this.local.flow.sent(recv.sender)
-            this.told.add(recv.sender)
-        defined = {part: gradient for part, gradient in gradients.items() if gradient is not None}
-        undefined = tuple([part for part in gradients if part not in defined])
-        payload = Gradient(this.head, recv.message_id, tuple(defined), undefined, counted)
-        if not self._agent.post(recv.sender, payload, tensors=list(defined.values())):
-            raise self._lost(recv.sender)
+    def emit(self, turn: Turn, job: Job, recv: Recv, gradients: dict[int, Tensor | None]) -> None:
+        """Called by torch's engine: what the tensors of a message got goes to its other end."""
+        this, to = turn.this, recv.sender
+        letter = turn.letters.get(to)
+        if letter is None:
+            with this.lock:
+                if this.error is not None:
+                    raise copy_of(this.error)
+                counted = this.local.flow.sent(to)
+                this.told.add(to)
+            try:
+                letter = turn.letters[to] = Letter(counted, self._agent.bundle(to))
+            except WorkerLostError:
+                raise self._lost(to) from None
+        letter.add(recv.message_id, gradients)
+        if not (job.unit.recvs_run_last and letter.bundle.is_small) or this.head.create_graph:
+            self._post_letter(this, to, turn.letters.pop(to))
 
     # --- what the other workers say -----------------------------------------------------------------------------
 
@@ -277,39 +317,41 @@ class Engine:
                 return found
         return None
 
-    def _on_gradient(self, sender: int, payload: Gradient, open_value: Open) -> None:
+    def _on_gradients(self, sender: int, payload: Gradients, open_value: Open) -> None:
         this = self._join(sender, payload.head)
         if this is None:
             return
         try:
-            gradients: dict[int, Tensor | None] = dict.fromkeys(payload.undefined)
-            if payload.parts:
-                gradients.update(zip(payload.parts, open_value(), strict=True))
+            tensors = open_value() if any(parts for _, parts, _ in payload.messages) else []
+            came = unpack(payload.messages, tensors)
+            del tensors  # a leaf may take one of them over, if nobody else holds it
             with this.lock:
                 if this.error is not None:
                     return
                 this.survey()
-                this.gradients[payload.message_id] = gradients
-                del gradients  # a leaf may take one of them over, if nobody else holds it
+                this.gradients.update(came)
+                jobs = this.local.came(came)
+                del came
                 answers = this.local.flow.received(sender, payload.counted)
-                job = this.local.came(payload.message_id)
-                notes, jobs = this.next_steps()
-                this.changed.notify_all()
-            notes = [*((to, Finished(this.id, count, owed, ())) for to, count, owed in answers), *notes]
+                if payload.finished is not None:
+                    self._hear(this, sender, payload.finished)
+                notes, more = this.next_steps()
+                this.tell()
+            notes += [(to, Finished(this.id, count, owed, ())) for to, count, owed in answers]
         except BaseException as error:
             self._fail(this, error)
             return
-        self._carry_out(this, notes, [*([job] if job is not None else []), *jobs])
+        self._carry_out(this, notes, jobs + more)
+
+    @staticmethod
+    def _hear(this: Pass, sender: int, finished: Finished) -> None:
+        this.local.heard(finished.reports)
+        this.local.flow.answered(sender, finished.count, finished.owed)
 
     def _on_finished(self, sender: int, payload: Finished, _: Open) -> None:
         this = self.find_pass(GlobalId(*payload.pass_id))
         if this is not None:
-
-            def event() -> None:
-                this.local.heard(payload.reports)
-                this.local.flow.answered(sender, payload.count, payload.owed)
-
-            self._step(this, event)
+            self._step(this, lambda: self._hear(this, sender, payload))
 
     def _on_discover(self, sender: int, payload: Discover, _: Open) -> None:
         this = self._join(sender, payload.head)
@@ -372,7 +414,7 @@ class Engine:
             if this.error is not None:
                 return
             this.error = error
-            this.changed.notify_all()
+            this.tell()
         if not this.is_root:
             self._report_failure(this.id, error)
 
@@ -458,7 +500,7 @@ class Engine:
             context.sends, context.tops, context.nodes = {}, set(), set()
         self._graveyard.visit()
         for worker in context.workers - {context.origin, self._me}:
-            self._agent.post(worker, DropContext(context_id), soon=True)
+            self._agent.post(worker, DropContext(context_id))
 
     def _on_tell_me(self, sender: int, payload: TellMe, _: Open) -> None:
         context = self.registry.find(payload.context_id)
@@ -482,17 +524,17 @@ class Engine:
 class _Run:
     """What the nodes see of the engine call that runs them."""
 
-    __slots__ = ("_engine", "_job", "_pass", "_reached", "_ready")
+    __slots__ = ("_engine", "_job", "_reached", "_ready", "_turn")
 
-    def __init__(self, engine: Engine, this: Pass, job: Job, reached: dict[Recv, set[int]]) -> None:
-        self._engine, self._pass, self._job, self._reached = engine, this, job, reached
+    def __init__(self, engine: Engine, turn: Turn, job: Job, reached: dict[Recv, set[int]]) -> None:
+        self._engine, self._turn, self._job, self._reached = engine, turn, job, reached
         self._ready: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
 
     def gradient_for(self, message_id: int, part: int) -> Tensor | None:
-        return self._engine.gradient_for(self._pass, self._job, message_id, part)
+        return self._engine.gradient_for(self._turn, self._job, message_id, part)
 
     def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
         ready = self._ready.setdefault(recv, {})
         ready[part] = gradient
         if len(ready) == len(self._reached[recv]):
-            self._engine.emit(self._pass, recv, self._ready.pop(recv))
+            self._engine.emit(self._turn, self._job, recv, self._ready.pop(recv))

@@ -45,20 +45,22 @@ class _Here(threading.local):
 #: The run that the calling thread drives.
 here = _Here()
 
+_EMPTY = torch.empty(())
+
 
 class SendRpc(torch.autograd.Function):
     """One tensor of one message that went out.  The output is only there to name the node."""
 
     @staticmethod
     def forward(ctx: Any, message_id: int, part: int, tensor: Tensor) -> Tensor:
-        ctx.message_id, ctx.part = message_id, part
-        return torch.empty(())
+        ctx.sent = message_id, part
+        return _EMPTY.detach()
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         run = here.run
         assert run is not None, "a send is a root of telegrad's own passes only"
-        return None, None, run.gradient_for(ctx.message_id, ctx.part)
+        return None, None, run.gradient_for(*ctx.sent)
 
 
 class RecvRpc(torch.autograd.Function):
@@ -67,8 +69,10 @@ class RecvRpc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recv: Recv, part: int, tensor: Tensor) -> Tensor:
         ctx.recv, ctx.part = recv, part
-        ctx.set_materialize_grads(False)
-        ctx.mark_dirty(tensor)  # keeps the very tensor: a view of it could not be changed in place
+        # What set_materialize_grads and mark_dirty do; the latter keeps the very tensor: a view of it could not be
+        # changed in place.
+        ctx.materialize_grads = False
+        ctx.dirty_tensors = (tensor,)
         return tensor
 
     @staticmethod
@@ -83,6 +87,10 @@ class RecvRpc(torch.autograd.Function):
         return None, None, None, None
 
 
+# What ``Function.apply`` comes to outside functorch's transforms, for a third less (2 us).
+_apply_send: Any = super(torch.autograd.Function, SendRpc).apply
+_apply_recv: Any = super(torch.autograd.Function, RecvRpc).apply
+
 #: The input of every recv: it makes torch record the node, and asking for its gradient makes torch run it.
 ANCHOR = torch.zeros((), requires_grad=True)
 
@@ -94,7 +102,7 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
     would make it with the GIL in its hands, and torch deadlocks when another thread does the same at that moment.
     """
     keep = tensor.view_as(tensor) if tensor.is_leaf and tensor.layout is torch.strided else None
-    node = cast("Tensor", SendRpc.apply(message_id, part, tensor)).grad_fn  # type: ignore[no-untyped-call]
+    node = cast("Tensor", _apply_send(message_id, part, tensor)).grad_fn
     del keep
     assert node is not None
     return node
@@ -103,4 +111,4 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
 def receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
     """Records that a tensor was received."""
     # ``data`` and not ``detach``, for that would be a view, which could not be changed in place together with others.
-    return cast("Tensor", RecvRpc.apply(ANCHOR, recv, part, tensor.data))  # type: ignore[no-untyped-call]
+    return cast("Tensor", _apply_recv(ANCHOR, recv, part, tensor.data))

@@ -37,6 +37,7 @@ class Unit:
     leaves: list[Node] = field(default_factory=list)
     recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
     nodes: list[Node] = field(default_factory=list)  # all between; known only where sources may meet
+    recvs_run_last: bool = False  # torch's engine has nothing else to do after them, as far as is known
 
 
 def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
@@ -95,7 +96,29 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
             recvs.setdefault(node.recv, set()).add(node.part)
         else:
             todo.extend(node.next_functions)
-    return [Unit([source], list(leaves), recvs)], seen
+    return [Unit([source], list(leaves), recvs, recvs_run_last=bool(recvs) and _recvs_run_last(seen))], seen
+
+
+_FEW = 100
+
+
+def _recvs_run_last(nodes: Collection[Any]) -> bool:
+    """Whether the recvs are older than all other nodes, so that torch's engine comes to them last; False if it would
+    take long to find out."""
+    if len(nodes) > _FEW:
+        return False
+    newest = oldest = None
+    for node in nodes:
+        kind = type(node)
+        if kind is _RECEIVE:
+            number = node._sequence_nr()
+            if newest is None or number > newest:
+                newest = number
+        elif kind is not _ACCUMULATE:
+            number = node._sequence_nr()
+            if oldest is None or number < oldest:
+                oldest = number
+    return newest is not None and (oldest is None or newest < oldest)
 
 
 def _find(parent: list[int], index: int) -> int:
@@ -146,9 +169,13 @@ def _units(
         unit.leaves += [leaf for leaf in leaves[index] if leaf not in known]
         for recv, parts in recvs[index].items():
             unit.recvs.setdefault(recv, set()).update(parts)
-    if any(len(unit.sources) > 1 for unit in units.values()):
+    few = len(owner) <= _FEW
+    if few or any(len(unit.sources) > 1 for unit in units.values()):
         for node, index in owner.items():
             units[_find(parent, index)].nodes.append(node)
+    if few:
+        for unit in units.values():
+            unit.recvs_run_last = bool(unit.recvs) and _recvs_run_last(unit.nodes)
     return list(units.values())
 
 

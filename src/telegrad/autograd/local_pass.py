@@ -3,16 +3,16 @@
 Events come in as method calls, instructions come out: *run this unit*, *ask for the plan*, *answer that worker*.  No
 thread, socket, clock or tensor in here; the engine holds the lock and does as it is told.
 
-A unit of one source runs when that source's gradient comes.  Where several sources meet it must be known which of them
-will come at all.  FAST says: all.  SMART asks for the plan, and until it is known such a unit waits.  Then it runs as
-one call of torch's engine, from all its live sources, the newest first: a source's gradient can only depend on
-sources that were sent after it, for what came back from it was used for those.  At a source that has not come the call
-blocks; nothing else is left to do in that unit then.
+A unit runs when the gradients of all its sources have come.  Where only some of several have, it must be known which of
+the others will come at all.  FAST says: all.  SMART asks for the plan, and until it is known such a unit waits.  Then
+it runs as one call of torch's engine, from all its live sources, the newest first: a source's gradient can only depend
+on sources that were sent after it, for what came back from it was used for those.  At a source that has not come the
+call blocks; nothing else is left to do in that unit then.
 
-    WAITING ──▶ RUNNING ◀──▶ BLOCKED          one source, or the plan is known
+    WAITING ──▶ RUNNING ◀──▶ BLOCKED          all have come, or the plan is known
        │           ▲  │
        ▼           │  ▼
-    CURIOUS ───────┘  DONE                    several sources, and no plan yet
+    CURIOUS ───────┘  DONE                    some have come, and no plan yet
 """
 
 from __future__ import annotations
@@ -79,45 +79,47 @@ class LocalPass:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def came(self, source: int) -> Job | None:
-        """A gradient has come; the job to run, if any."""
-        job = self._by_source.get(source)
-        if job is None:
-            raise LookupError(f"a gradient came for message {source}, which was never sent in this context")
-        self.arrived.add(source)
-        if job.state is State.BLOCKED and job.blocked_on == source:
-            job.state, job.blocked_on = State.RUNNING, None
-            self._blocked.pop(job, None)
-            self.flow.active += 1  # on behalf of the call that wakes up now
-            return None
-        return self._consider(job)
+    def came(self, sources: Iterable[int]) -> list[Job]:
+        """Gradients have come together; the jobs to run."""
+        for source in sources:
+            if source not in self._by_source:
+                raise LookupError(f"a gradient came for message {source}, which was never sent in this context")
+        self.arrived.update(sources)
+        ready = []
+        for source in sources:
+            job = self._by_source[source]
+            if job.state is State.BLOCKED:
+                if job.blocked_on == source:
+                    job.state, job.blocked_on = State.RUNNING, None
+                    self._blocked.pop(job, None)
+                    self.flow.active += 1  # on behalf of the call that wakes up now
+            elif self._consider(job):
+                ready.append(job)
+        return ready
 
     def plan_known(self, live: Iterable[int]) -> list[Job]:
         """Which sources will come; the jobs to run."""
         self.live = {*live, *self.arrived}
-        ready = []
-        for job in self.curious:
-            self.flow.active -= 1
-            job.state = State.WAITING
-            started = self._consider(job)
-            assert started is not None
-            ready.append(started)
-        self.curious.clear()
-        return ready
+        return [job for job in list(self.curious) if self._consider(job)]
 
-    def _consider(self, job: Job) -> Job | None:
-        if job.state is not State.WAITING:
-            return None
-        if len(job.unit.sources) > 1 and self.live is None:
-            job.state = State.CURIOUS
-            self.curious[job] = None
-            self.flow.active += 1  # or the pass would seem to be over
-            return None
-        live = self.live
-        job.sources = sorted((s for s in job.unit.sources if live is None or s in live), reverse=True)
+    def _consider(self, job: Job) -> bool:
+        """Whether it runs from now on."""
+        if job.state is not State.WAITING and job.state is not State.CURIOUS:
+            return False
+        live, sources = self.live, job.unit.sources
+        if len(sources) > 1 and live is None and not self.arrived.issuperset(sources):
+            if job.state is State.WAITING:
+                job.state = State.CURIOUS
+                self.curious[job] = None
+                self.flow.active += 1  # or the pass would seem to be over
+            return False
+        if job.state is State.WAITING:
+            self.flow.active += 1
+        else:
+            del self.curious[job]
+        job.sources = sorted((s for s in sources if live is None or s in live), reverse=True)
         job.state = State.RUNNING
-        self.flow.active += 1
-        return job
+        return True
 
     def blocked(self, job: Job, source: int) -> None:
         job.state, job.blocked_on = State.BLOCKED, source

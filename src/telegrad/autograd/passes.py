@@ -44,10 +44,9 @@ class Pass:
         self.root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots]
         self.root_gradients = root_gradients
         self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self._changed: threading.Condition | None = None  # made by the first that waits
         self.local = LocalPass(worker, self.is_root, head.fast)
         self.plan = Plan(self.is_root)
-        self.explorer = Explorer()
         self.gradients: dict[int, dict[int, Tensor | None]] = {}
         self.told: set[int] = set()  # whom this worker drew into the pass
         self.asked = False  # the root knows, or will, that this worker is curious
@@ -56,6 +55,14 @@ class Pass:
         self.timeout = 0.0
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self._surveyed = False
+        self._explorer: Explorer | None = None
+
+    @property
+    def explorer(self) -> Explorer:
+        """What the wave found; most passes need none."""
+        if self._explorer is None:
+            self._explorer = Explorer()
+        return self._explorer
 
     def survey(self) -> None:
         """Looks at the graph, once; under the lock."""
@@ -108,7 +115,7 @@ class Pass:
         if local.flow.over and not self.over:
             local.report()
             self.over = True
-            self.changed.notify_all()
+            self.tell()
         return notes, jobs
 
     def start_wave(self) -> Notes:
@@ -128,25 +135,37 @@ class Pass:
 
     def live_parts(self, job: Job, source: int) -> list[int]:
         """Which tensors of a message get a gradient."""
-        if len(job.unit.sources) == 1 or len(job.sources) == 1:
-            return sorted(self.gradients[source])
-        if self.head.fast:
+        if self.head.fast and len(job.unit.sources) > 1:
             return list(range(len(self.context.sends[source].parts)))
-        return sorted(self.plan.live.get(source, self.gradients.get(source, ())))
+        came = self.gradients.get(source)
+        return sorted(came if came is not None else self.plan.live.get(source, ()))
 
     def reached(self, job: Job) -> dict[Recv, set[int]]:
         """Which tensors of which messages get a gradient from this job, be it an undefined one.
 
         The survey looked at all that a source may reach; a message of which only some tensors are live reaches less.
         """
-        if self.head.fast and len(job.sources) > 1:
-            return job.unit.recvs
-        if len(job.unit.sources) > 1:
+        unit = job.unit
+        if not unit.recvs or (self.head.fast and len(job.sources) > 1) or self._is_whole(job):
+            return unit.recvs
+        if self.plan.known and len(unit.sources) > 1:
             return self.explorer.reached
-        (source,) = job.sources
-        if source == ROOT or len(self.gradients[source]) == len(self.context.sends[source].parts):
-            return job.unit.recvs
-        return Explorer().explore(self.send_edges([(source, part) for part in self.gradients[source]]))
+        edges: list[Edge] = []
+        for source in job.sources:
+            if source == ROOT:
+                edges += self.root_edges
+            else:
+                edges += self.send_edges([(source, part) for part in self.live_parts(job, source)])
+        return Explorer().explore(edges)
+
+    def _is_whole(self, job: Job) -> bool:
+        """Whether all tensors of all sources of a unit have got something."""
+        if len(job.sources) < len(job.unit.sources):
+            return False
+        sends, gradients = self.context.sends, self.gradients
+        return all(
+            source == ROOT or len(gradients.get(source, ())) == len(sends[source].parts) for source in job.sources
+        )
 
     def entries(self, job: Job) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where torch's engine starts, newest first, and with what.
@@ -155,7 +174,7 @@ class Pass:
         """
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        alone = len(job.sources) == 1
+        complete = all(source == ROOT or source in self.gradients for source in job.sources)
         for source in job.sources:
             if source == ROOT:
                 edges += self.roots
@@ -163,20 +182,27 @@ class Pass:
                 continue
             nodes = self.context.sends[source].parts
             for part in self.live_parts(job, source):
-                gradient = self.gradients[source][part] if alone else None
+                gradient = self.gradients[source].get(part) if complete else None
                 node, output = nodes[part].next_functions[0] if gradient is not None else (nodes[part], 0)
                 assert node is not None
                 edges.append(GradientEdge(node, output))
                 gradients.append(_NOTHING if gradient is None else gradient)
-        if not alone:
+        if not complete:
             _put_gates_last(job.unit, [edge for edge, given in zip(edges, gradients, strict=True) if given is _NOTHING])
         return edges, gradients
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
         """Waits until that, or until the pass has ended; False if the deadline comes first."""
         seconds = max(min(self.deadline - time.monotonic(), threading.TIMEOUT_MAX), 0.0)
-        with self.changed:
-            return self.changed.wait_for(lambda: ready() or self.error is not None or self.over, seconds)
+        with self.lock:
+            if self._changed is None:
+                self._changed = threading.Condition(self.lock)
+            return self._changed.wait_for(lambda: ready() or self.error is not None or self.over, seconds)
+
+    def tell(self) -> None:
+        """Lets those that wait look again; under the lock."""
+        if self._changed is not None:
+            self._changed.notify_all()
 
     def awaited(self) -> int | None:
         """One of the workers that must speak before the pass can end."""
@@ -207,7 +233,7 @@ class Pass:
         with self.lock:
             if self.error is None:
                 self.error = error
-            self.changed.notify_all()
+            self.tell()
             told, self.told = self.told, set()
             return told
 

@@ -14,6 +14,8 @@ from telegrad.autograd.diffusion import Diffusion
 
 
 class Plan:
+    __slots__ = ("curious", "known", "live", "started", "wave")
+
     def __init__(self, root: bool) -> None:
         self.wave = Diffusion(root)
         self.live: dict[int, set[int]] = {}  # message id → which of its tensors

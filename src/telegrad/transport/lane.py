@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 
 from telegrad.transport.buffers import Idle, Memory, size_class
+from telegrad.transport.copier import Copier
 
 LANE_LIMIT = 64 << 10  # below this a socket is as fast
 _MOST_SLABS = 256  # a descriptor each; beyond them buffers go by the socket
 _KEEP_BYTES = 1 << 30
-_SPLIT_FROM = 8 << 20  # from here on two cores copy faster than one
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NO_ADDRESS = ctypes.c_void_p(-1).value
 
@@ -89,6 +89,7 @@ class Shelf:
         self._numbers = itertools.count(1)
         self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._idle: Idle[Slab] = Idle(_KEEP_BYTES)
+        self._copier = Copier()
 
     def put(self, address: int, size: int) -> Slab | None:
         """Copies that memory into a slab; None if there are too many, or the system gives no more."""
@@ -103,7 +104,7 @@ class Shelf:
             except OSError:
                 return None
             self._slabs.add(slab)
-        _copy(slab.address, address, size)
+        self._copier.copy(slab.address, address, size)
         return slab
 
     def take_back(self, slab: Slab) -> None:
@@ -112,6 +113,9 @@ class Shelf:
 
     def trim(self) -> None:
         self._idle.trim()
+
+    def close(self) -> None:
+        self._copier.close()
 
     def __repr__(self) -> str:
         return f"<Shelf {len(self._slabs)} slabs, {self._idle.bytes:,} bytes idle>"
@@ -167,47 +171,6 @@ class Window:
 
     def __repr__(self) -> str:
         return f"<Window to process {self._pid}: {len(self._mapped)} slabs, {self._bytes:,} bytes>"
-
-
-def _copy(target: int, source: int, size: int) -> None:
-    """Big copies are shared between two threads, where there are two cores."""
-    if size < _SPLIT_FROM or (os.cpu_count() or 1) < 2 or not _copy_by_two(target, source, size):
-        ctypes.memmove(target, source, size)
-
-
-def _copy_by_two(target: int, source: int, size: int) -> bool:
-    """False, with nothing copied, if the system has no more threads."""
-    half = size // 2
-    done = threading.Event()
-
-    def copy_rest() -> None:
-        ctypes.memmove(target + half, source + half, size - half)
-        done.set()
-
-    try:
-        threading.Thread(target=copy_rest, name="telegrad-lane", daemon=True).start()
-    except RuntimeError:
-        return False
-    try:
-        ctypes.memmove(target, source, half)
-    finally:
-        _wait_for(done)
-    return True
-
-
-def _wait_for(done: threading.Event) -> None:
-    """A Ctrl-C has to wait too: it would have the memory unmapped into which the other thread still writes.
-
-    (Not by ``Thread.join``, which takes a thread for dead after it was interrupted once.)
-    """
-    interrupt: BaseException | None = None
-    while not done.is_set():
-        try:
-            done.wait()
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def _name(word: bytes, number: int) -> str:

@@ -233,19 +233,6 @@ class PassHead(_Record, frozen=True):
     floor: int
 
 
-class Gradient(_Record, frozen=True, tag=41):
-    """What a recv got, for the send at its other end; the gradients are in the note's body.
-
-    ``counted``: the sender waits for a Finished.  It does not when the receiver waits for the sender's anyway.
-    """
-
-    head: PassHead
-    message_id: int
-    parts: tuple[Size, ...]  # which of the send's tensors these are
-    undefined: tuple[Size, ...]  # and which got an undefined one
-    counted: bool
-
-
 class Report(_Record, frozen=True):
     """How many gradients a worker still waits for; the highest version counts."""
 
@@ -255,7 +242,7 @@ class Report(_Record, frozen=True):
 
 
 class Finished(_Record, frozen=True, tag=42):
-    """All that ``count`` Gradients caused is done, but for ``owed`` gradients that went back to their sender."""
+    """All that ``count`` Gradients caused is done, but for ``owed`` Gradients that went back to their sender."""
 
     pass_id: GlobalId
     count: int
@@ -263,12 +250,26 @@ class Finished(_Record, frozen=True, tag=42):
     reports: tuple[Report, ...]
 
 
+class Gradients(_Record, frozen=True, tag=41):
+    """What recvs got, for the sends at their other ends; the tensors are in the note's body, one after the other.
+
+    ``counted``: the sender waits for a Finished.  It does not when the receiver waits for the sender's anyway; that may
+    come along with them.
+    """
+
+    head: PassHead
+    # Message id, which of its tensors these are, and which of them got an undefined gradient.
+    messages: tuple[tuple[int, tuple[Size, ...], tuple[Size, ...]], ...]
+    counted: bool
+    finished: Finished | None = None
+
+
 class Discover(_Record, frozen=True, tag=43):
     """These sends, and these of their tensors, will get a gradient in this pass."""
 
     head: PassHead
     sends: tuple[tuple[int, tuple[Size, ...]], ...]
-    counted: bool  # as in Gradient
+    counted: bool  # as in Gradients
 
 
 class Explored(_Record, frozen=True, tag=44):
@@ -321,7 +322,7 @@ NotePayload = (
     | UserDelete
     | DropContext
     | TellMe
-    | Gradient
+    | Gradients
     | Finished
     | Discover
     | Explored

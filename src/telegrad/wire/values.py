@@ -83,14 +83,35 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: La
     return Parcel(body, packed.stream, packed.slabs)
 
 
-def pack_list(tensors: list[Tensor], route: Route, lane: Lane | None = None) -> Parcel:
-    """As ``pack``, for a list of tensors: it needs no tree."""
-    packed = Packed(lane)
-    try:
-        metas, extra = _pack_tensors(tensors, packed, route)
-    except NotInTable:
-        raise SerializationError("a tensor among them can only go through pickle") from None
-    return Parcel(Body(buffers=tuple(packed.buffers), tensors=metas, extra=extra), packed.stream, packed.slabs)  # type: ignore[arg-type]
+class Bundle:
+    """A list of tensors on its way to one peer, which may grow until it goes.  It needs no tree."""
+
+    __slots__ = ("_extra", "_metas", "_packed", "_route")
+
+    def __init__(self, route: Route, lane: Lane | None = None) -> None:
+        self._route = route
+        self._packed = Packed(lane)
+        self._metas: tuple[TensorMeta, ...] = ()
+        self._extra: Any = None
+
+    def add(self, tensors: list[Tensor]) -> None:
+        """Only the first may have tensors that need a gradient."""
+        try:
+            metas, extra = _pack_tensors(tensors, self._packed, self._route)
+        except NotInTable:
+            raise SerializationError("a tensor among them can only go through pickle") from None
+        self._extra = self._extra or extra
+        self._metas += metas
+
+    @property
+    def is_small(self) -> bool:
+        """Whether all of it goes inside the header."""
+        return not (self._packed.stream or self._packed.slabs)
+
+    def parcel(self) -> Parcel:
+        packed = self._packed
+        body = Body(buffers=tuple(packed.buffers), tensors=self._metas, extra=self._extra)  # type: ignore[arg-type]
+        return Parcel(body, packed.stream, packed.slabs)
 
 
 def _share(references: list[Reference], to: int) -> tuple[RRefFork, ...]:

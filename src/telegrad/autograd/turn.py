@@ -1,0 +1,76 @@
+"""One thread's turn at a pass: the units that it runs one after the other, and the gradients that come of it.
+
+A message costs more than a small unit, so gradients for one worker may leave together, and with the word that this
+worker has finished.  They wait for no more than the end of the turn, and only where little can come before it: they are
+small, and the unit has no node that torch's engine would run after its recvs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from telegrad.autograd.local_pass import Job
+from telegrad.autograd.passes import Notes, Pass
+from telegrad.errors import ProtocolError
+from telegrad.wire.messages import Finished, Gradients
+from telegrad.wire.values import Bundle
+
+Messages = Sequence[tuple[int, Sequence[int], Sequence[int]]]
+
+
+class Letter:
+    """Gradients for one worker."""
+
+    __slots__ = ("_counted", "_messages", "bundle", "finished")
+
+    def __init__(self, counted: bool, bundle: Bundle) -> None:
+        self.bundle = bundle
+        self.finished: Finished | None = None
+        self._counted = counted
+        self._messages: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+
+    def add(self, message_id: int, gradients: dict[int, Tensor | None]) -> None:
+        """What the tensors of a message got.  It is packed at once: who computed it may use the memory again."""
+        defined = {part: gradient for part, gradient in gradients.items() if gradient is not None}
+        undefined = tuple([part for part in gradients if part not in defined]) if len(defined) < len(gradients) else ()
+        if defined:
+            self.bundle.add(list(defined.values()))
+        self._messages.append((message_id, tuple(defined), undefined))
+
+    def payload(self, this: Pass) -> Gradients:
+        return Gradients(this.head, tuple(self._messages), self._counted, self.finished)
+
+
+def unpack(messages: Messages, tensors: Sequence[Tensor]) -> dict[int, dict[int, Tensor | None]]:
+    """The gradients of a letter, by message and by which of its tensors they are for."""
+    if sum(len(parts) for _, parts, _ in messages) != len(tensors):
+        raise ProtocolError(f"{len(tensors)} gradients came with a letter that speaks of others")
+    following = iter(tensors)
+    return {
+        message_id: {**dict.fromkeys(undefined), **dict(zip(parts, following, strict=False))}
+        for message_id, parts, undefined in messages
+    }
+
+
+class Turn:
+    def __init__(self, this: Pass, jobs: Iterable[Job]) -> None:
+        self.this = this
+        self.todo = deque(jobs)
+        self.notes: Notes = []
+        self.letters: dict[int, Letter] = {}  # by receiver
+
+    def take_mail(self) -> tuple[Notes, dict[int, Letter]]:
+        """What is to be sent now; an answer goes along with gradients for the same worker."""
+        notes, letters = self.notes, self.letters
+        if letters:
+            self.letters = {}
+        if notes:
+            self.notes = []
+            for to, payload in list(notes):
+                if type(payload) is Finished and to in letters and letters[to].finished is None:
+                    letters[to].finished = payload
+                    notes.remove((to, payload))
+        return notes, letters
