@@ -48,6 +48,7 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.attach  telegrad.autograd.leaves  telegrad.autograd.local_pass
     telegrad.autograd.passes
     telegrad.autograd.inquiry  telegrad.autograd.turn
+    telegrad.autograd.runner
     telegrad.autograd.engine
     telegrad.autograd.api
     telegrad.autograd

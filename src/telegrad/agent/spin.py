@@ -20,7 +20,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BUDGET = 500e-6  # seconds: longer than a small call takes when the other side sleeps, so that both find back
+_BUDGET = 1e-3  # seconds: longer than a small call takes when the other side sleeps, so that both find back
 _SHARED = 15e-6  # a yield that takes longer means that another process ran on this core
 _CROWDED = 250e-6  # and one that takes that long, that it has much to do
 _TRIALS = 8  # vain searches in a row after which the next waits skip theirs

@@ -24,19 +24,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.agent.agent import Agent
-from telegrad.agent.failures import copy_of, failure_of, rebuild
+from telegrad.agent.failures import failure_of, rebuild
 from telegrad.autograd.attach import Attach
-from telegrad.autograd.context import Context, Registry, Scope
-from telegrad.autograd.functions import ANCHOR, Recv, here
-from telegrad.autograd.graph import Graveyard, is_leaf_alone
+from telegrad.autograd.context import Context, Registry
+from telegrad.autograd.functions import ANCHOR
+from telegrad.autograd.graph import Graveyard
 from telegrad.autograd.inquiry import nothing_came, too_late
-from telegrad.autograd.leaves import Leaves
-from telegrad.autograd.local_pass import ROOT, Job
+from telegrad.autograd.local_pass import ROOT
 from telegrad.autograd.passes import Notes, Pass
-from telegrad.autograd.turn import Letter, Turn, unpack
+from telegrad.autograd.runner import Runner
+from telegrad.autograd.turn import unpack
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.wire.messages import (
@@ -60,7 +60,7 @@ log = logging.getLogger("telegrad.autograd")
 Open = Callable[[], Any]
 
 _ANCHOR_EDGE = get_gradient_edge(ANCHOR)
-_LONG = 0.001  # seconds: a turn that takes longer is shared
+_LONG = 0.001  # seconds: the others should not wait longer for what a turn has done so far
 
 
 class Engine:
@@ -69,7 +69,7 @@ class Engine:
         self._me = agent.me.worker_id
         self.registry = Registry(self._me)
         self.attach = Attach(self.registry)
-        self._leaves = Leaves()
+        self._runner = Runner(agent, self._fail, self._lost)
         self._graveyard = Graveyard()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -117,7 +117,7 @@ class Engine:
                 this.survey()
                 jobs = this.local.came([ROOT])
                 notes, more = this.next_steps()
-            self._carry_out(this, notes, jobs + more)
+            self._runner.carry_out(this, notes, jobs + more)
             self._wait(this)
         except BaseException as error:
             self._fail(this, error)
@@ -139,58 +139,13 @@ class Engine:
                 self._agent.attend(worker, ended)
             return this.wait_for(ended)
 
-        if not ended() and not self._blocking(wait):
+        if not ended() and not self._runner.blocking(wait):
             raise too_late(self._agent, this)
         if not this.over:
             assert this.error is not None
             raise this.error
         if any(report.missing for report in this.local.reports.values()):
             raise nothing_came(self._agent, this)
-
-    def _blocking(self, wait: Callable[[], bool]) -> bool:
-        pool = self._agent.pool
-        pool.hand_over()
-        if pool.runs_here():
-            with pool.blocked():
-                return wait()
-        return wait()
-
-    # --- one step -----------------------------------------------------------------------------------------------
-
-    def _carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
-        self._post(this, notes)
-        if jobs:
-            self._take(Turn(this, jobs))
-
-    def _take(self, turn: Turn) -> None:
-        """Runs the units of a turn; if they take long, other threads get those that are left."""
-        begun = time.monotonic()
-        while turn.todo:
-            self._run(turn, turn.todo.popleft())
-            if turn.todo and time.monotonic() - begun > _LONG:
-                self._share(turn)
-        self._send(turn)
-
-    def _share(self, turn: Turn) -> None:
-        """Leaves what this thread has not begun to others, and sends what it has."""
-        while turn.todo:
-            self._agent.pool.submit((lambda this, job: self._take(Turn(this, [job])), turn.this, turn.todo.popleft()))
-        self._send(turn)
-
-    def _send(self, turn: Turn) -> None:
-        notes, letters = turn.take_mail()
-        self._post(turn.this, notes)
-        for to, letter in letters.items():
-            self._post_letter(turn.this, to, letter)
-
-    def _post(self, this: Pass, notes: Notes) -> None:
-        for to, payload in notes:
-            if not self._agent.post(to, payload):
-                self._fail(this, self._lost(to))
-
-    def _post_letter(self, this: Pass, to: int, letter: Letter) -> None:
-        if this.error is None and not self._agent.post(to, letter.payload(this), tensors=letter.bundle):
-            self._fail(this, self._lost(to))
 
     def _step(self, this: Pass, event: Callable[[], None]) -> None:
         """Takes in an event and does what follows from it."""
@@ -199,94 +154,7 @@ class Engine:
                 return
             event()
             notes, jobs = this.next_steps()
-        self._carry_out(this, notes, jobs)
-
-    # --- torch's engine -----------------------------------------------------------------------------------------
-
-    def _run(self, turn: Turn, job: Job) -> None:
-        """One unit, on the calling thread."""
-        this = turn.this
-        outer, here.run = here.run, _Run(self, turn, job, this.reached(job))
-        try:
-            with Scope(this.context):
-                self._compute(this, job)
-            with this.lock:
-                if this.error is None:
-                    this.local.done(job)
-                    notes, jobs = this.next_steps()
-                    turn.notes += notes
-                    turn.todo += jobs
-        except BaseException as error:
-            self._fail(this, error)
-        finally:
-            here.run = outer
-
-    def _compute(self, this: Pass, job: Job) -> None:
-        unit = job.unit
-        edges, gradients = this.entries(job)
-        if is_leaf_alone(edges):
-            for source in job.sources:
-                this.gradients.pop(source, None)
-            self._leaves.add(this.context, [edges[0].node], gradients, this.root_gradients, this.head.create_graph)
-            return
-        wanted = [GradientEdge(leaf, 0) for leaf in unit.leaves]
-        if unit.recvs:
-            wanted.append(_ANCHOR_EDGE)
-        if not wanted or not edges:
-            return
-        # What torch.autograd.grad calls in the end.  That would check its arguments first, for 10 us, and import sympy
-        # to do so, the first time, for half a second.
-        results = _engine_run_backward(
-            tuple(edges),
-            tuple(gradients),
-            this.head.retain_graph,
-            this.head.create_graph,
-            tuple(wanted),
-            True,  # allow unused
-            accumulate_grad=False,
-        )
-        for source in job.sources:
-            this.gradients.pop(source, None)
-        self._leaves.add(this.context, unit.leaves, results, this.root_gradients, this.head.create_graph)
-
-    def gradient_for(self, turn: Turn, job: Job, message_id: int, part: int) -> Tensor | None:
-        """Called by torch's engine: waits for what comes from the other end of a send."""
-        this = turn.this
-        with this.lock:
-            here_already = message_id in this.gradients
-            if not here_already:
-                this.local.blocked(job, message_id)
-                notes, jobs = this.next_steps()
-                turn.notes += notes
-                turn.todo += jobs
-        if not here_already:
-            self._share(turn)
-            if not self._blocking(lambda: this.wait_for(lambda: message_id in this.gradients)):
-                raise too_late(self._agent, this)
-        if this.error is not None:
-            raise copy_of(this.error)
-        if this.over:
-            raise nothing_came(self._agent, this)
-        parts = this.gradients[message_id]
-        return parts[part] if part in parts else this.zeros(message_id, part)
-
-    def emit(self, turn: Turn, job: Job, recv: Recv, gradients: dict[int, Tensor | None]) -> None:
-        """Called by torch's engine: what the tensors of a message got goes to its other end."""
-        this, to = turn.this, recv.sender
-        letter = turn.letters.get(to)
-        if letter is None:
-            with this.lock:
-                if this.error is not None:
-                    raise copy_of(this.error)
-                counted = this.local.flow.sent(to)
-                this.told.add(to)
-            try:
-                letter = turn.letters[to] = Letter(counted, self._agent.bundle(to))
-            except WorkerLostError:
-                raise self._lost(to) from None
-        letter.add(recv.message_id, gradients)
-        if not (job.unit.recvs_run_last and letter.bundle.is_small) or this.head.create_graph:
-            self._post_letter(this, to, turn.letters.pop(to))
+        self._runner.carry_out(this, notes, jobs)
 
     # --- what the other workers say -----------------------------------------------------------------------------
 
@@ -341,7 +209,7 @@ class Engine:
         except BaseException as error:
             self._fail(this, error)
             return
-        self._carry_out(this, notes, jobs + more)
+        self._runner.carry_out(this, notes, jobs + more)
 
     @staticmethod
     def _hear(this: Pass, sender: int, finished: Finished) -> None:
@@ -373,7 +241,7 @@ class Engine:
                 this.plan.curious.add(self._me)
             found = this.discover(this.explore(this.send_edges(new)))
             notes, jobs = this.next_steps()
-        self._carry_out(this, [*answers, *found, *notes], jobs)
+        self._runner.carry_out(this, [*answers, *found, *notes], jobs)
 
     def _on_explored(self, sender: int, payload: Explored, _: Open) -> None:
         this = self.find_pass(GlobalId(*payload.pass_id))
@@ -393,7 +261,7 @@ class Engine:
                 if not this.plan.started:
                     notes += this.start_wave()
             more, jobs = this.next_steps()
-        self._carry_out(this, [*notes, *more], jobs)
+        self._runner.carry_out(this, [*notes, *more], jobs)
 
     def _on_plan_known(self, sender: int, payload: PlanKnown, _: Open) -> None:
         this = self.find_pass(GlobalId(*payload.pass_id))
@@ -404,7 +272,7 @@ class Engine:
                 this.plan.known = True
                 ready = this.local.plan_known(this.plan.live)
                 notes, jobs = this.next_steps()
-            self._carry_out(this, notes, [*ready, *jobs])
+            self._runner.carry_out(this, notes, [*ready, *jobs])
 
     # --- failure ------------------------------------------------------------------------------------------------
 
@@ -519,22 +387,3 @@ class Engine:
 
     def passes(self) -> Iterable[Pass]:
         return [this for context in self.registry for this in context.passes.values() if this is not None]
-
-
-class _Run:
-    """What the nodes see of the engine call that runs them."""
-
-    __slots__ = ("_engine", "_job", "_reached", "_ready", "_turn")
-
-    def __init__(self, engine: Engine, turn: Turn, job: Job, reached: dict[Recv, set[int]]) -> None:
-        self._engine, self._turn, self._job, self._reached = engine, turn, job, reached
-        self._ready: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
-
-    def gradient_for(self, message_id: int, part: int) -> Tensor | None:
-        return self._engine.gradient_for(self._turn, self._job, message_id, part)
-
-    def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
-        ready = self._ready.setdefault(recv, {})
-        ready[part] = gradient
-        if len(ready) == len(self._reached[recv]):
-            self._engine.emit(self._turn, self._job, recv, self._ready.pop(recv))

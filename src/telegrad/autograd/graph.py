@@ -37,7 +37,7 @@ class Unit:
     leaves: list[Node] = field(default_factory=list)
     recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
     nodes: list[Node] = field(default_factory=list)  # all between; known only where sources may meet
-    recvs_run_last: bool = False  # torch's engine has nothing else to do after them, as far as is known
+    is_quick: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
 
 
 def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
@@ -96,15 +96,14 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
             recvs.setdefault(node.recv, set()).add(node.part)
         else:
             todo.extend(node.next_functions)
-    return [Unit([source], list(leaves), recvs, recvs_run_last=bool(recvs) and _recvs_run_last(seen))], seen
+    return [Unit([source], list(leaves), recvs, is_quick=_is_quick(seen))], seen
 
 
-_FEW = 100
+_FEW = 4_000
 
 
-def _recvs_run_last(nodes: Collection[Any]) -> bool:
-    """Whether the recvs are older than all other nodes, so that torch's engine comes to them last; False if it would
-    take long to find out."""
+def _is_quick(nodes: Collection[Any]) -> bool:
+    """Whether there are not many, and recvs are older than all others, so that torch's engine comes to them last."""
     if len(nodes) > _FEW:
         return False
     newest = oldest = None
@@ -118,7 +117,7 @@ def _recvs_run_last(nodes: Collection[Any]) -> bool:
             number = node._sequence_nr()
             if oldest is None or number < oldest:
                 oldest = number
-    return newest is not None and (oldest is None or newest < oldest)
+    return newest is None or oldest is None or newest < oldest
 
 
 def _find(parent: list[int], index: int) -> int:
@@ -175,7 +174,7 @@ def _units(
             units[_find(parent, index)].nodes.append(node)
     if few:
         for unit in units.values():
-            unit.recvs_run_last = bool(unit.recvs) and _recvs_run_last(unit.nodes)
+            unit.is_quick = _is_quick(unit.nodes)
     return list(units.values())
 
 

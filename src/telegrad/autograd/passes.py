@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Recv
@@ -167,28 +167,39 @@ class Pass:
             source == ROOT or len(gradients.get(source, ())) == len(sends[source].parts) for source in job.sources
         )
 
-    def entries(self, job: Job) -> tuple[list[GradientEdge], list[Tensor]]:
+    def is_complete(self, job: Job) -> bool:
+        """Whether all that it needs has come."""
+        return all(source == ROOT or source in self.gradients for source in job.sources)
+
+    def entries(self, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where torch's engine starts, newest first, and with what.
 
         Where all has come it starts below the sends; else at them, and they find their gradients themselves.
         """
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        complete = all(source == ROOT or source in self.gradients for source in job.sources)
-        for source in job.sources:
-            if source == ROOT:
-                edges += self.roots
-                gradients += self.root_gradients
-                continue
-            nodes = self.context.sends[source].parts
-            for part in self.live_parts(job, source):
-                gradient = self.gradients[source].get(part) if complete else None
-                node, output = nodes[part].next_functions[0] if gradient is not None else (nodes[part], 0)
-                assert node is not None
-                edges.append(GradientEdge(node, output))
-                gradients.append(_NOTHING if gradient is None else gradient)
-        if not complete:
-            _put_gates_last(job.unit, [edge for edge, given in zip(edges, gradients, strict=True) if given is _NOTHING])
+        for job in jobs:
+            gates: list[Node] = []
+            complete = self.is_complete(job)
+            for source in job.sources:
+                if source == ROOT:
+                    edges += self.roots
+                    gradients += self.root_gradients
+                    continue
+                nodes = self.context.sends[source].parts
+                for part in self.live_parts(job, source):
+                    gradient = self.gradients[source].get(part) if complete else None
+                    if gradient is None:
+                        gates.append(nodes[part])
+                        edges.append(GradientEdge(nodes[part], 0))
+                        gradients.append(_NOTHING)
+                    else:
+                        node, output = nodes[part].next_functions[0]
+                        assert node is not None
+                        edges.append(GradientEdge(node, output))
+                        gradients.append(gradient)
+            if not complete:
+                _put_gates_last(job.unit, gates)
         return edges, gradients
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
@@ -265,15 +276,15 @@ class Pass:
 _NOTHING = torch.zeros(())  # what a gate is started with
 
 
-def _put_gates_last(unit: Unit, gates: Sequence[GradientEdge]) -> None:
+def _put_gates_last(unit: Unit, gates: Sequence[Node]) -> None:
     """Lets torch's engine come to a send only when nothing else is left to do, and to the newest first.
 
     Of the nodes that are ready it takes the one with the highest sequence number.
     """
     for number, gate in enumerate(reversed(gates), 1):
-        gate.node._set_sequence_nr(number)  # type: ignore[attr-defined]
+        gate._set_sequence_nr(number)  # type: ignore[attr-defined]
     lowest = len(gates) + 1
-    chosen = {gate.node for gate in gates}
+    chosen = set(gates)
     for node in unit.nodes:
         number = node._sequence_nr()
         if number < lowest and node not in chosen:

@@ -18,6 +18,8 @@ from telegrad.errors import ProtocolError
 from telegrad.wire.messages import Finished, Gradients
 from telegrad.wire.values import Bundle
 
+_FULL = 32  # messages of which a letter has gradients: the receiver should not be idle for long
+
 Messages = Sequence[tuple[int, Sequence[int], Sequence[int]]]
 
 
@@ -40,6 +42,11 @@ class Letter:
             self.bundle.add(list(defined.values()))
         self._messages.append((message_id, tuple(defined), undefined))
 
+    @property
+    def may_grow(self) -> bool:
+        """Whether there is room in it, so that it can wait for more."""
+        return len(self._messages) < _FULL and self.bundle.is_small
+
     def payload(self, this: Pass) -> Gradients:
         return Gradients(this.head, tuple(self._messages), self._counted, self.finished)
 
@@ -61,6 +68,17 @@ class Turn:
         self.todo = deque(jobs)
         self.notes: Notes = []
         self.letters: dict[int, Letter] = {}  # by receiver
+
+    def next_jobs(self) -> list[Job]:
+        """The next unit, and quick ones after it that can go into the same call of torch's engine, which costs more
+        than to run them."""
+        jobs = [self.todo.popleft()]
+        while self.todo and self._may_join(jobs[-1]) and self._may_join(self.todo[0]):
+            jobs.append(self.todo.popleft())
+        return jobs
+
+    def _may_join(self, job: Job) -> bool:
+        return job.unit.is_quick and self.this.is_complete(job)
 
     def take_mail(self) -> tuple[Notes, dict[int, Letter]]:
         """What is to be sent now; an answer goes along with gradients for the same worker."""

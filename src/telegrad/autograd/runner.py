@@ -1,0 +1,209 @@
+"""Runs the units of a pass with torch's engine, and sends what comes of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.failures import copy_of
+from telegrad.autograd.context import Scope
+from telegrad.autograd.functions import ANCHOR, Recv, here
+from telegrad.autograd.graph import is_leaf_alone
+from telegrad.autograd.inquiry import nothing_came, too_late
+from telegrad.autograd.leaves import Leaves
+from telegrad.autograd.local_pass import Job
+from telegrad.autograd.passes import Notes, Pass
+from telegrad.autograd.turn import Letter, Turn
+from telegrad.errors import WorkerLostError
+
+_ANCHOR_EDGE = get_gradient_edge(ANCHOR)
+_LONG = 0.001  # seconds: the others should not wait longer for what a turn has done so far
+
+
+class Runner:
+    """``fail`` ends a pass with an error; ``lost`` makes one of the loss of a worker."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        fail: Callable[[Pass, BaseException], None],
+        lost: Callable[[int], WorkerLostError],
+    ) -> None:
+        self._agent = agent
+        self._fail = fail
+        self._lost = lost
+        self._leaves = Leaves()
+
+    def carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
+        """Does what a pass wants done after an event."""
+        self._post(this, notes)
+        if jobs:
+            self._take(Turn(this, jobs))
+
+    def blocking(self, wait: Callable[[], bool]) -> bool:
+        """Waits for another worker, in a way that the pool can see."""
+        pool = self._agent.pool
+        pool.hand_over()
+        if pool.runs_here():
+            with pool.blocked():
+                return wait()
+        return wait()
+
+    # --- a turn -------------------------------------------------------------------------------------------------
+
+    def _take(self, turn: Turn) -> None:
+        """Small units are faster one after the other, for under the GIL threads get in each other's way; after one that
+        takes long, other threads get those that are left."""
+        sent, begun = time.monotonic(), time.thread_time()
+        while turn.todo:
+            self._run(turn, turn.next_jobs())
+            self._agent.pool.progress()
+            now, done = time.monotonic(), time.thread_time()
+            if done - begun > _LONG:
+                self._share(turn)
+            elif now - sent > _LONG:
+                self._send(turn)
+                sent = now
+            begun = done
+        self._send(turn)
+
+    def _share(self, turn: Turn) -> None:
+        """Leaves what this thread has not begun to others, and sends what it has."""
+        while turn.todo:
+            self._agent.pool.submit((lambda this, job: self._take(Turn(this, [job])), turn.this, turn.todo.popleft()))
+        self._send(turn)
+
+    def _send(self, turn: Turn) -> None:
+        notes, letters = turn.take_mail()
+        self._post(turn.this, notes)
+        for to, letter in letters.items():
+            self._post_letter(turn.this, to, letter)
+
+    def _post(self, this: Pass, notes: Notes) -> None:
+        for to, payload in notes:
+            if not self._agent.post(to, payload):
+                self._fail(this, self._lost(to))
+
+    def _post_letter(self, this: Pass, to: int, letter: Letter) -> None:
+        if this.error is None and not self._agent.post(to, letter.payload(this), tensors=letter.bundle):
+            self._fail(this, self._lost(to))
+
+    # --- torch's engine -----------------------------------------------------------------------------------------
+
+    def _run(self, turn: Turn, jobs: Sequence[Job]) -> None:
+        """Several units that have all they need, or one, in one call of torch's engine, on the calling thread."""
+        this = turn.this
+        outer, here.run = here.run, _Run(self, turn, jobs)
+        try:
+            with Scope(this.context):
+                self._compute(this, jobs)
+            with this.lock:
+                if this.error is None:
+                    for job in jobs:
+                        this.local.done(job)
+                    notes, more = this.next_steps()
+                    turn.notes += notes
+                    turn.todo += more
+        except BaseException as error:
+            self._fail(this, error)
+        finally:
+            here.run = outer
+
+    def _compute(self, this: Pass, jobs: Sequence[Job]) -> None:
+        edges, gradients = this.entries(jobs)
+        leaves = jobs[0].unit.leaves
+        if len(jobs) > 1:
+            leaves = list(dict.fromkeys(leaf for job in jobs for leaf in job.unit.leaves))
+        results: Sequence[Tensor | None]
+        if is_leaf_alone(edges):
+            leaves, results = [edges[0].node], gradients
+        else:
+            wanted = [GradientEdge(leaf, 0) for leaf in leaves]
+            if any(job.unit.recvs for job in jobs):
+                wanted.append(_ANCHOR_EDGE)
+            if not wanted or not edges:
+                return
+            # What torch.autograd.grad calls in the end.  That would check its arguments first, for 10 us, and import
+            # sympy to do so, the first time, for half a second.
+            results = _engine_run_backward(
+                tuple(edges),
+                tuple(gradients),
+                this.head.retain_graph,
+                this.head.create_graph,
+                tuple(wanted),
+                True,  # allow unused
+                accumulate_grad=False,
+            )
+            del gradients
+        for job in jobs:
+            for source in job.sources:
+                this.gradients.pop(source, None)
+        self._leaves.add(this.context, leaves, results, this.root_gradients, this.head.create_graph)
+
+    def gradient_for(self, turn: Turn, job: Job, message_id: int, part: int) -> Tensor | None:
+        """Called by torch's engine: waits for what comes from the other end of a send."""
+        this = turn.this
+        with this.lock:
+            here_already = message_id in this.gradients
+            if not here_already:
+                this.local.blocked(job, message_id)
+                notes, more = this.next_steps()
+                turn.notes += notes
+                turn.todo += more
+        if not here_already:
+            self._share(turn)
+            if not self.blocking(lambda: this.wait_for(lambda: message_id in this.gradients)):
+                raise too_late(self._agent, this)
+        if this.error is not None:
+            raise copy_of(this.error)
+        if this.over:
+            raise nothing_came(self._agent, this)
+        parts = this.gradients[message_id]
+        return parts[part] if part in parts else this.zeros(message_id, part)
+
+    def emit(self, turn: Turn, recv: Recv, gradients: dict[int, Tensor | None], at_once: bool) -> None:
+        """Called by torch's engine: what the tensors of a message got goes to its other end."""
+        this, to = turn.this, recv.sender
+        letter = turn.letters.get(to)
+        if letter is None:
+            with this.lock:
+                if this.error is not None:
+                    raise copy_of(this.error)
+                counted = this.local.flow.sent(to)
+                this.told.add(to)
+            try:
+                letter = turn.letters[to] = Letter(counted, self._agent.bundle(to))
+            except WorkerLostError:
+                raise self._lost(to) from None
+        letter.add(recv.message_id, gradients)
+        if at_once or not letter.may_grow:
+            self._post_letter(this, to, turn.letters.pop(to))
+
+
+class _Run:
+    """What the nodes see of the engine call that runs them."""
+
+    __slots__ = ("_at_once", "_job", "_reached", "_ready", "_runner", "_turn")
+
+    def __init__(self, runner: Runner, turn: Turn, jobs: Sequence[Job]) -> None:
+        this = turn.this
+        self._runner, self._turn = runner, turn
+        self._job = jobs[0]  # of several, none waits for anything
+        self._at_once = this.head.create_graph or not all(job.unit.is_quick for job in jobs)
+        self._reached = this.reached(jobs[0])
+        if len(jobs) > 1:
+            self._reached = {recv: parts for job in jobs for recv, parts in this.reached(job).items()}
+        self._ready: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
+
+    def gradient_for(self, message_id: int, part: int) -> Tensor | None:
+        return self._runner.gradient_for(self._turn, self._job, message_id, part)
+
+    def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
+        ready = self._ready.setdefault(recv, {})
+        ready[part] = gradient
+        if len(ready) == len(self._reached[recv]):
+            self._runner.emit(self._turn, recv, self._ready.pop(recv), self._at_once)
