@@ -57,6 +57,10 @@ LAYERS = [line.split() for line in """
     telegrad.rpc.network
     telegrad.rpc.api
     telegrad.rpc
+    telegrad.optim.owners
+    telegrad.optim.local
+    telegrad.optim.clipping  telegrad.optim.distributed
+    telegrad.optim
     telegrad.lines  telegrad.process
     telegrad.launch
     telegrad.cli

@@ -4,6 +4,7 @@ What a program uses::
 
     from telegrad import rpc      # init_rpc, rpc_sync, rpc_async, remote, RRef, shutdown: torch.distributed.rpc's names
     from telegrad import autograd # context, backward, get_gradients: torch.distributed.autograd's names
+    from telegrad import optim    # DistributedOptimizer, clipping
     from telegrad import errors   # what all of this may raise
     from telegrad import testing  # many workers in one process, and declared faults
 
@@ -18,10 +19,10 @@ What it is made of; a module imports only what stands above it::
     autograd/       gradients through calls
     worker          one worker, put together
     rpc/            the public functions, the options, how the workers of a job find each other
+    optim/          the optimizer over many workers
     launch, cli     the ``telegrad`` command (with lines, process); demo shows it all
     testing/        workers in one process
 
-The optimizer and remote modules will stand between ``autograd`` and ``worker``; they are not here yet.
 ``docs/design.md`` tells how it works.
 
 Nothing is imported before it is used, so that the ``telegrad`` command starts without loading torch.
@@ -36,12 +37,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from telegrad import autograd as autograd
     from telegrad import errors as errors
+    from telegrad import optim as optim
     from telegrad import rpc as rpc
     from telegrad import testing as testing
 
     __version__: str
 
-__all__ = ["__version__", "autograd", "errors", "rpc", "testing"]
+__all__ = ["__version__", "autograd", "errors", "optim", "rpc", "testing"]
 
 
 def __getattr__(name: str) -> Any:

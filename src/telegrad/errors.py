@@ -15,6 +15,7 @@ __all__ = [
     "UnknownWorkerError",
     "UsageError",
     "WorkerLostError",
+    "WorkersFailedError",
 ]
 
 
@@ -48,6 +49,15 @@ class RpcTimeoutError(TelegradError, TimeoutError):
 
 class WorkerLostError(TelegradError, ConnectionError):
     """A worker died, or the way to it was cut, before it answered."""
+
+
+class WorkersFailedError(TelegradError):
+    """Several workers failed in what all were asked to do; ``errors`` has each worker's own."""
+
+    def __init__(self, errors: dict[str, Exception]) -> None:
+        texts = [f"worker {worker!r}: {type(error).__name__}: {error}" for worker, error in errors.items()]
+        super().__init__(f"{len(errors)} workers failed.\n" + "\n".join(texts))
+        self.errors = errors
 
 
 class MissingGradientError(TelegradError):

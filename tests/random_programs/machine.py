@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from .language import Call, Do, Fetch, Hook, NoGrad, Op, Pack, Program, Refer, Root
 from .operations import OPERATIONS, ROWS, Log, N, constant, remember
@@ -45,9 +44,9 @@ class Home:
             torch.nn.Parameter(constant(seed + index, ROWS if kind == "T" else N, N))
             for index, kind in enumerate(setup.parameters)
         ]
-        # Two threads that use a leaf for the first time at once may block each other for good, in torch itself: one has
-        # the leaf's lock and wants the GIL, the other, in Function.apply, the reverse.  Not while its node is alive.
-        self.kept = [get_gradient_edge(parameter) for parameter in self.parameters]
+        self._kept: list[Tensor] = []
+        for parameter in self.parameters:
+            self.keep(parameter)
         self.log: defaultdict[int, Log] = defaultdict(list)  # by the number of a hook or an operation
         self.leaves: dict[int, Tensor] = {}
         self.retained: dict[int, Tensor] = {}
@@ -58,6 +57,13 @@ class Home:
         if setup.module_hook:
             log = self.log[-1000]
             self.module.register_full_backward_hook(lambda _, inward, outward: _remember_all(log, inward, outward))
+
+    def keep(self, leaf: Tensor) -> None:
+        """Two threads that use a leaf at once may block each other for good, in torch itself: one has the leaf's lock
+        and wants the GIL, the other, in ``Function.apply`` or an index, the reverse.  Not while a graph holds its node.
+        """
+        with torch.enable_grad():
+            self._kept.append(leaf.view_as(leaf))
 
     def _hook_leaf(self, leaf: Tensor, action: str, log: Log) -> None:
         if action.startswith("post"):

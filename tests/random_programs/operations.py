@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 N = 4
 ROWS = 6
@@ -81,7 +80,7 @@ def _leaf(here: Here, number: int, rows: int = N) -> Tensor:
     leaf = constant(number, rows, N).requires_grad_(torch.is_grad_enabled())
     if leaf.requires_grad:
         here.leaves[number] = leaf
-        here.kept.append(get_gradient_edge(leaf))
+        here.keep(leaf)
     return leaf
 
 

@@ -68,9 +68,7 @@ class Context:
         with self._lock:
             known = self._gradients.get(id(leaf))
             if known is not None:
-                old = known[1]
-                # torch adds a sparse tensor to a dense one, but not the other way round.
-                gradient = gradient + old if old.is_sparse and not gradient.is_sparse else old + gradient
+                gradient = add_up(known[1], gradient)
             self._gradients[id(leaf)] = (leaf, gradient)
 
     def set_gradient(self, leaf: Tensor, gradient: Tensor | None) -> None:
@@ -95,6 +93,11 @@ class Context:
             f"<Context {self.id} of worker {self.creator}: {len(self.sends)} sends, {self.recvs} recvs, "
             f"{len(self._gradients)} gradients, {len(self.passes)} passes, told {sorted(self.workers)}{state}>"
         )
+
+
+def add_up(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients: torch adds a sparse tensor to a dense one, but not the other way round."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
 _current: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
@@ -170,6 +173,17 @@ class Registry:
                 f"no context {context_id}: no worker of this job made it; use what `with context() as number` gives"
             ) from None
         raise UsageError(f"no context {context_id} here: worker {maker} made it, and none of its calls has come here")
+
+    def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
+        """The gradients of a context here; none if it has never come here.  Raises UsageError if it has ended."""
+        self.check(context_id)
+        context = self._known.get(context_id)
+        return context.gradients() if context is not None else {}
+
+    def check(self, context_id: int) -> None:
+        """Raises UsageError if a context has ended, as far as is known here."""
+        if context_id not in self._known and (context_id in self._ended or context_id >> _WORKER_SHIFT == self._worker):
+            raise UsageError(f"context {context_id} has ended: work with it inside its `with` block")
 
     def drop(self, context_id: int) -> Context | None:
         """Forgets a context; None if it is not known (any more)."""

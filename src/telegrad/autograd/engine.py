@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import failure_of, rebuild
 from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry
-from telegrad.autograd.functions import ANCHOR
 from telegrad.autograd.graph import Graveyard
 from telegrad.autograd.inquiry import nothing_came, too_late
+from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT
 from telegrad.autograd.passes import Notes, Pass
 from telegrad.autograd.runner import Runner
@@ -59,9 +59,6 @@ log = logging.getLogger("telegrad.autograd")
 
 Open = Callable[[], Any]
 
-_ANCHOR_EDGE = get_gradient_edge(ANCHOR)
-_LONG = 0.001  # seconds: the others should not wait longer for what a turn has done so far
-
 
 class Engine:
     def __init__(self, agent: Agent) -> None:
@@ -69,7 +66,9 @@ class Engine:
         self._me = agent.me.worker_id
         self.registry = Registry(self._me)
         self.attach = Attach(self.registry)
-        self._runner = Runner(agent, self._fail, self._lost)
+        leaves = Leaves()
+        self.swapping = leaves.swapping
+        self._runner = Runner(agent, self._fail, self._lost, leaves)
         self._graveyard = Graveyard()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()

@@ -41,7 +41,12 @@ class Unit:
 
 
 def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
-    """The units of these sources, each given as its name and the edges at which its gradients enter; and all nodes."""
+    """The units of these sources, each given as its name and the edges at which its gradients enter; and all nodes.
+
+    Leaves are not among the nodes, for these may be kept for long, and a leaf's node must not be alive only because
+    Python holds it: then torch wants the GIL while it has the leaf's lock, and another thread may have it the other way
+    round.
+    """
     if len(sources) == 1:
         return _alone(*sources[0])
     owner: dict[Node, int] = {}  # which source came to a node first
@@ -96,7 +101,9 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
             recvs.setdefault(node.recv, set()).add(node.part)
         else:
             todo.extend(node.next_functions)
-    return [Unit([source], list(leaves), recvs, is_quick=_is_quick(seen))], seen
+    is_quick = _is_quick(seen)
+    seen -= leaves
+    return [Unit([source], list(leaves), recvs, is_quick=is_quick)], seen
 
 
 _FEW = 4_000

@@ -18,7 +18,7 @@ _OURS = 3  # references to a gradient that nobody else has: the engine's result,
 
 class Leaves:
     def __init__(self) -> None:
-        self._swapping = threading.RLock()  # while a hook sees the context's gradient in ``.grad``
+        self.swapping = threading.RLock()  # while a context's gradient stands in ``.grad``, for a hook or an optimizer
 
     def add(
         self,
@@ -44,7 +44,7 @@ class Leaves:
 
     def _after_accumulation(self, context: Context, variable: Any) -> None:
         """Hooks that expect to find the sum in ``.grad``, and may change it there."""
-        with self._swapping:
+        with self.swapping:
             before = variable.grad
             variable.grad = context.gradient(variable)
             try:

@@ -32,11 +32,12 @@ class Runner:
         agent: Agent,
         fail: Callable[[Pass, BaseException], None],
         lost: Callable[[int], WorkerLostError],
+        leaves: Leaves,
     ) -> None:
         self._agent = agent
         self._fail = fail
         self._lost = lost
-        self._leaves = Leaves()
+        self._leaves = leaves
 
     def carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
         """Does what a pass wants done after an event."""
@@ -60,7 +61,10 @@ class Runner:
         takes long, other threads get those that are left."""
         sent, begun = time.monotonic(), time.thread_time()
         while turn.todo:
-            self._run(turn, turn.next_jobs())
+            jobs = turn.next_jobs()
+            if turn.letters and not jobs[0].unit.is_quick:
+                self._send(turn)
+            self._run(turn, jobs)
             self._agent.pool.progress()
             now, done = time.monotonic(), time.thread_time()
             if done - begun > _LONG:

@@ -1,0 +1,98 @@
+"""Clipping the gradients of a context, on all owners as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from telegrad.current import current_worker
+from telegrad.errors import UsageError
+from telegrad.optim.local import gradients_of
+from telegrad.optim.owners import ask_all, by_owner, check_context, checked, local_tensors
+from telegrad.rref.rref import RRef
+
+
+def clip_grad_norm_(
+    context_id: int,
+    params_rref: Iterable[RRef[Tensor]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales the gradients so that the norm of all of them together is at most ``max_norm``; returns what it was.
+
+    As ``torch.nn.utils.clip_grad_norm_``, over the gradients that a context holds on all workers.
+    """
+    check_context(context_id)
+    parameters = checked(params_rref, "clip_grad_norm_")
+    shares = {owner: [parameters[i] for i in indices] for owner, indices in by_owner(parameters).items()}
+    norms = ask_all(_norm, {owner: (context_id, share, norm_type) for owner, share in shares.items()})
+    total: Tensor = torch.linalg.vector_norm(torch.tensor(list(norms.values()), dtype=torch.float64), norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise UsageError(
+            f"the norm of order {norm_type:g} of the gradients in context {context_id} is {total.item()}: not clipped"
+        )
+    factor = max_norm / (total.item() + 1e-6)
+    if factor < 1.0 or math.isnan(factor):
+        ask_all(_scale, {owner: (context_id, share, factor) for owner, share in shares.items()})
+    return total
+
+
+def clip_grad_value_(context_id: int, params_rref: Iterable[RRef[Tensor]], clip_value: float) -> None:
+    """Cuts every element of the gradients to ``[-clip_value, clip_value]``.
+
+    As ``torch.nn.utils.clip_grad_value_``, over the gradients that a context holds on all workers.
+    """
+    check_context(context_id)
+    parameters = checked(params_rref, "clip_grad_value_")
+    shares = {owner: [parameters[i] for i in indices] for owner, indices in by_owner(parameters).items()}
+    ask_all(_cut, {owner: (context_id, share, float(clip_value)) for owner, share in shares.items()})
+
+
+# --- on the owner -----------------------------------------------------------------------------------------------------
+
+
+def _own(context_id: int, references: Sequence[RRef[Any]]) -> list[tuple[Tensor, Tensor]]:
+    """These parameters and their gradients, each once, where there is one."""
+    gradients = gradients_of(context_id)
+    return [(each, gradients[each]) for each in dict.fromkeys(local_tensors(references)) if each in gradients]
+
+
+def _norm(context_id: int, references: Sequence[RRef[Any]], norm_type: float) -> float:
+    values = [_values(gradient) for _, gradient in _own(context_id, references)]
+    norms = [torch.linalg.vector_norm(each, norm_type, dtype=_wide(each)) for each in values if each.numel()]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
+
+
+def _scale(context_id: int, references: Sequence[RRef[Any]], factor: float) -> None:
+    context = current_worker().autograd.registry.find(context_id)
+    for parameter, gradient in _own(context_id, references):
+        assert context is not None
+        context.set_gradient(parameter, gradient * factor)
+
+
+def _cut(context_id: int, references: Sequence[RRef[Any]], value: float) -> None:
+    context = current_worker().autograd.registry.find(context_id)
+    for parameter, gradient in _own(context_id, references):
+        assert context is not None
+        if gradient.is_sparse:
+            cut = gradient.coalesce()  # else the parts of a sum would be cut
+            cut = torch.sparse_coo_tensor(
+                cut.indices(), cut.values().clamp(-value, value), cut.shape, is_coalesced=True, check_invariants=False
+            )
+        else:
+            cut = gradient.clamp(-value, value)
+        context.set_gradient(parameter, cut)
+
+
+def _values(gradient: Tensor) -> Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """In which a norm is added up, so that the order of the workers does not show."""
+    return torch.complex128 if tensor.is_complex() else torch.float64

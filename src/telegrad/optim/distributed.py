@@ -1,0 +1,162 @@
+"""An optimizer whose parameters live on many workers.
+
+It is driven from one worker and works on all: each owner has an ordinary ``torch.optim`` optimizer for its own
+parameters, and a step is one call to each, all at once.  What a program sets here, a learning rate say, goes along with
+the next step, so that any ``torch.optim.lr_scheduler`` can drive it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from telegrad.errors import UsageError
+from telegrad.optim import local
+from telegrad.optim.local import Group, LocalOptimizer
+from telegrad.optim.owners import ask_all, by_owner, check_context, checked
+from telegrad.rref.rref import RRef
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """``params_rref`` are RRefs to tensors, or groups of them as torch's optimizers take: ``[{"params": [...], ...}]``.
+
+    The other arguments go to ``optimizer_class`` on each owner.  Steps on one worker come one after the other, whoever
+    asks for them; steps of all workers run at the same time.
+    """
+
+    # Of the base class this keeps the type, which torch's schedulers ask for; the base class itself wants tensors.
+    def __init__(
+        self, optimizer_class: Any, params_rref: Iterable[RRef[Tensor] | Group], *args: Any, **kwargs: Any
+    ) -> None:
+        groups = _groups(params_rref)
+        self._parameters: list[RRef[Tensor]] = [rref for group in groups for rref in group["params"]]
+        if not self._parameters:
+            raise UsageError("DistributedOptimizer was given no parameters")
+        self._of_owner = by_owner(self._parameters)
+        shares = {owner: _share(groups, owner) for owner in self._of_owner}
+        made = ask_all(local.make, {owner: (optimizer_class, share, args, kwargs) for owner, share in shares.items()})
+        self._locals: dict[str, RRef[LocalOptimizer]] = {owner: reference for owner, (reference, _) in made.items()}
+        self.defaults, settings = next(iter(made.values()))[1]
+        self.param_groups = [
+            {"params": group["params"], **chosen} for group, chosen in zip(groups, settings, strict=True)
+        ]
+        self._known = self._settings()  # to the owners
+        self.state = {}  # type: ignore[assignment]  # it is with the owners: see state_dict
+        self._kept = 0  # gradients that the owners keep for the next step
+
+    @property
+    def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
+        """One for each owner."""
+        return list(self._locals.values())
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """One step on all owners, with the gradients of that context, and with those of ``accumulate``."""
+        if context_id is None and not self._kept:
+            raise UsageError("step() needs a context: step(context_id), or accumulate(context_id) before it")
+        if context_id is not None:
+            check_context(context_id)
+        changes = [
+            {key: value for key, value in new.items() if not _same(value, old.get(key))}
+            for new, old in zip(self._settings(), self._known, strict=True)
+        ]
+        if not any(changes):
+            changes = []
+        counts = ask_all(local.step, {owner: (own, context_id, changes) for owner, own in self._locals.items()})
+        self._known, self._kept = self._settings(), 0
+        if not any(counts.values()):
+            raise UsageError(f"nothing to step with: no parameter has a gradient in {self._describe(context_id)}")
+
+    def accumulate(self, context_id: int) -> None:
+        """Keeps the gradients of a context for the next step: the way to take several contexts in one step.
+
+        They add up, so scale the losses as you would with one process.
+        """
+        check_context(context_id)
+        counts = ask_all(local.accumulate, {owner: (own, context_id) for owner, own in self._locals.items()})
+        if not any(counts.values()):
+            raise UsageError(f"nothing to keep: no parameter has a gradient in {self._describe(context_id)}")
+        self._kept += sum(counts.values())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops what ``accumulate`` has kept.  Gradients of contexts need no zeroing: each context has its own."""
+        ask_all(local.forget, {owner: (own,) for owner, own in self._locals.items()})
+        self._kept = 0
+
+    def add_param_group(self, param_group: Group) -> NoReturn:
+        raise UsageError("a DistributedOptimizer keeps its parameters: make a new one, with all groups")
+
+    def _describe(self, context_id: int | None) -> str:
+        which = ", ".join(f"{indices} on {owner!r}" for owner, indices in self._of_owner.items())
+        return f"context {context_id} (parameters {which})"
+
+    def _settings(self) -> list[Group]:
+        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+
+    # --- saving and loading -------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The same that an optimizer of one process would give: parameters are numbered in the order given here."""
+        states = ask_all(local.get_state, {owner: (own,) for owner, own in self._locals.items()})
+        numbers = iter(range(len(self._parameters)))
+        groups = [
+            {**setting, "params": [next(numbers) for _ in group["params"]]}
+            for setting, group in zip(self._settings(), self.param_groups, strict=True)
+        ]
+        state = {self._of_owner[owner][place]: each for owner, own in states.items() for place, each in own.items()}
+        return {"state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes what ``state_dict`` gave, here or in one process, on any placement of the same parameters."""
+        groups, state = state_dict["param_groups"], state_dict["state"]
+        sizes, given = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in groups]
+        if sizes != given:
+            raise UsageError(f"this optimizer has groups of {sizes} parameters, but the state is of groups of {given}")
+        numbers = [number for group in groups for number in group["params"]]
+        settings = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        shares = {
+            owner: {place: state[numbers[i]] for place, i in enumerate(indices) if numbers[i] in state}
+            for owner, indices in self._of_owner.items()
+        }
+        ask_all(local.set_state, {owner: (own, shares[owner], settings) for owner, own in self._locals.items()})
+        self.param_groups = [
+            {"params": group["params"], **setting} for group, setting in zip(self.param_groups, settings, strict=True)
+        ]
+        self._known = self._settings()
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError("a DistributedOptimizer stays where it was made: send its state_dict(), or make another one")
+
+    def __repr__(self) -> str:
+        owners = ", ".join(f"{owner}: {len(indices)}" for owner, indices in self._of_owner.items())
+        return f"<DistributedOptimizer of {len(self._parameters)} parameters ({owners}), {self._settings()}>"
+
+
+def _groups(given: Iterable[Any]) -> list[Group]:
+    if isinstance(given, RRef | Tensor | dict):
+        raise UsageError(f"DistributedOptimizer takes a list of RRefs, or of groups, not a {type(given).__name__}")
+    items: Sequence[Any] = list(given)
+    if not any(isinstance(item, dict) for item in items):
+        return [{"params": checked(items, "DistributedOptimizer")}]
+    groups = []
+    for index, item in enumerate(items):
+        if not isinstance(item, dict) or "params" not in item:
+            raise UsageError(f'group {index} is no dict with "params": give RRefs, or groups, but not both')
+        references = [item["params"]] if isinstance(item["params"], RRef) else item["params"]
+        groups.append({**item, "params": checked(references, f"group {index}")})
+    return groups
+
+
+def _share(groups: Sequence[Group], owner: str) -> list[Group]:
+    """What of the groups an owner has; all groups, so that they have the same number everywhere."""
+    return [{**group, "params": [rref for rref in group["params"] if rref.owner_name() == owner]} for group in groups]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)

@@ -1,0 +1,70 @@
+"""Asking all owners of some parameters at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from telegrad.current import current_worker
+from telegrad.errors import UsageError, WorkersFailedError
+from telegrad.rpc.api import rpc_async
+from telegrad.rref.rref import RRef
+
+
+def checked(parameters: Iterable[Any], what: str) -> list[RRef[Tensor]]:
+    """References, as the caller promised."""
+    if isinstance(parameters, RRef | Tensor):
+        raise UsageError(f"{what} takes a list of RRefs, not a single {type(parameters).__name__}")
+    found = list(parameters)
+    for index, parameter in enumerate(found):
+        if not isinstance(parameter, RRef):
+            raise UsageError(
+                f"parameter {index} is a {type(parameter).__name__}, not an RRef: {what} takes RRefs, "
+                "such as RRef(parameter) made by the owner, or what RemoteModule.remote_parameters() gives"
+            )
+    return found
+
+
+def by_owner(parameters: Sequence[RRef[Tensor]]) -> dict[str, list[int]]:
+    """Which of them, by index, each owner has."""
+    owners: dict[str, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        owners.setdefault(parameter.owner_name(), []).append(index)
+    return owners
+
+
+def check_context(context_id: Any) -> None:
+    """Here, so that not every owner has to say the same."""
+    if not isinstance(context_id, int) or isinstance(context_id, bool):
+        raise UsageError(f"a context is named by the number that `with context() as number` gives, not {context_id!r}")
+    current_worker().autograd.registry.check(context_id)
+
+
+def ask_all(function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Calls it on all these workers at once, and waits for all; the errors of all come out as one."""
+    futures = {worker: rpc_async(worker, function, args=args) for worker, args in arguments.items()}
+    results: dict[str, Any] = {}
+    errors: dict[str, Exception] = {}
+    for worker, future in futures.items():
+        try:
+            results[worker] = future.wait()
+        except Exception as error:
+            errors[worker] = error
+    if len(errors) == 1:
+        raise next(iter(errors.values()))
+    if errors:
+        raise WorkersFailedError(errors)
+    return results
+
+
+def local_tensors(references: Sequence[RRef[Any]]) -> list[Tensor]:
+    """On the owner: what they refer to."""
+    tensors = []
+    for reference in references:
+        value = reference.local_value()
+        if not isinstance(value, Tensor):
+            raise UsageError(f"{reference!r} refers to a {type(value).__qualname__}, not to a tensor")
+        tensors.append(value)
+    return tensors
