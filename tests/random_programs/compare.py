@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ def compare(local: Local, distributed: Distributed, mode: Mode = "smart", counte
     if counted:
         for number, (expected, notes) in enumerate(zip(local.expected, distributed.notes, strict=True), 1):
             differences += [f"step {number}: {difference}" for difference in _messages(expected, notes, mode)]
+        differences += _planning(local.expected, distributed.notes, mode)
     if differences:
         raise Mismatch("\n".join(differences))
 
@@ -107,8 +108,13 @@ def _messages(expected: Expected, notes: Mapping[str, int], mode: Mode) -> Itera
         yield f"{expected.gradients} recvs are reached, but {gradients} gradients were sent"
     if letters > gradients or notes.get("Finished", 0) > letters:
         yield f"{gradients} gradients in {letters} letters, with {notes['Finished']} answers"
-    planning = {kind: notes[kind] for kind in _PLANNING if notes.get(kind)}
-    if planning and (mode == "fast" or not expected.meets):
+
+
+def _planning(expected: Sequence[Expected], notes: Sequence[Mapping[str, int]], mode: Mode) -> Iterator[str]:
+    """Of all steps together: where all gradients come before the plan, the wave may still run in the next step."""
+    planning = {kind: sum(each.get(kind, 0) for each in notes) for kind in _PLANNING}
+    if any(planning.values()) and (mode == "fast" or not any(each.meets for each in expected)):
         yield f"no sources meet, but there was planning: {planning}"
-    if notes.get("Discover", 0) > expected.parts:
-        yield f"{notes['Discover']} messages to discover {expected.parts} tensors that were sent"
+    parts = sum(each.parts for each in expected)
+    if planning["Discover"] > parts:
+        yield f"{planning['Discover']} messages to discover {parts} tensors that were sent"
