@@ -87,6 +87,12 @@ class Context:
         with self._lock:
             return dict(self._gradients.values())
 
+    def gradients_for(self, leaves: Iterable[Tensor]) -> list[Tensor | None]:
+        """The same, for these; a dictionary of tensors costs 0.2 us for each look."""
+        with self._lock:
+            known = [self._gradients.get(id(leaf)) for leaf in leaves]
+        return [each[1] if each is not None else None for each in known]
+
     def __repr__(self) -> str:
         state = ", ended" if self.ended else ""
         return (
@@ -174,11 +180,11 @@ class Registry:
             ) from None
         raise UsageError(f"no context {context_id} here: worker {maker} made it, and none of its calls has come here")
 
-    def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
-        """The gradients of a context here; none if it has never come here.  Raises UsageError if it has ended."""
+    def gradients_for(self, context_id: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
+        """What these got in a context; nothing if it has never come here.  Raises UsageError if it has ended."""
         self.check(context_id)
         context = self._known.get(context_id)
-        return context.gradients() if context is not None else {}
+        return context.gradients_for(leaves) if context is not None else [None] * len(leaves)
 
     def check(self, context_id: int) -> None:
         """Raises UsageError if a context has ended, as far as is known here."""

@@ -58,8 +58,9 @@ def clip_grad_value_(context_id: int, params_rref: Iterable[RRef[Tensor]], clip_
 
 def _own(context_id: int, references: Sequence[RRef[Any]]) -> list[tuple[Tensor, Tensor]]:
     """These parameters and their gradients, each once, where there is one."""
-    gradients = gradients_of(context_id)
-    return [(each, gradients[each]) for each in dict.fromkeys(local_tensors(references)) if each in gradients]
+    parameters = list(dict.fromkeys(local_tensors(references)))
+    found = zip(parameters, gradients_of(context_id, parameters), strict=True)
+    return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
 
 def _norm(context_id: int, references: Sequence[RRef[Any]], norm_type: float) -> float:

@@ -22,7 +22,7 @@ class LocalOptimizer:
         own = [{**group, "params": local_tensors(group["params"])} for group in groups]
         self._parameters: list[Tensor] = [tensor for group in own for tensor in group["params"]]
         self._optimizer: torch.optim.Optimizer = make(own, *args, **options)
-        self._accumulated: dict[Tensor, Tensor] = {}
+        self._kept: list[Tensor | None] = [None] * len(self._parameters)  # gradients, for the next step
 
     @property
     def settings(self) -> tuple[Group, list[Group]]:
@@ -34,12 +34,12 @@ class LocalOptimizer:
     def accumulate(self, context_id: int) -> int:
         """Keeps the gradients of a context for the next step; how many there are."""
         with current_worker().autograd.swapping:
-            gradients = gradients_of(context_id)
-            mine = [parameter for parameter in self._parameters if parameter in gradients]
-            for parameter in mine:
-                known, new = self._accumulated.get(parameter), gradients[parameter]
-                self._accumulated[parameter] = new if known is None else add_up(known, new)
-            return len(mine)
+            new = gradients_of(context_id, self._parameters)
+            self._kept = [
+                one if two is None else two if one is None else add_up(one, two)
+                for one, two in zip(self._kept, new, strict=True)
+            ]
+            return sum(gradient is not None for gradient in new)
 
     def step(self, context_id: int | None, changes: Sequence[Group]) -> int:
         """One step with the gradients of a context and those that were kept; how many parameters had one."""
@@ -48,14 +48,14 @@ class LocalOptimizer:
                 self.accumulate(context_id)
             for group, change in zip(self._optimizer.param_groups, changes, strict=False):
                 group.update(change)
-            gradients, self._accumulated = self._accumulated, {}
-            with _in_place(self._parameters, gradients):
+            gradients, self._kept = self._kept, [None] * len(self._kept)
+            with _in_place(self._parameters, gradients), _all_at_once(self._optimizer.param_groups, gradients):
                 self._optimizer.step()
-            return len(gradients)
+            return sum(gradient is not None for gradient in gradients)
 
     def forget(self) -> None:
         with current_worker().autograd.swapping:
-            self._accumulated.clear()
+            self._kept = [None] * len(self._kept)
 
     def state(self) -> dict[int, Any]:
         """By index among the parameters of this owner."""
@@ -71,21 +71,45 @@ class LocalOptimizer:
 
 
 @contextmanager
-def _in_place(parameters: Sequence[Tensor], gradients: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Inside, ``.grad`` holds these gradients, or none; after it, what it held before."""
+def _in_place(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+    """Inside, ``.grad`` holds these gradients; after it, what it held before."""
     before = [parameter.grad for parameter in parameters]
     try:
-        for parameter in parameters:
-            parameter.grad = gradients.get(parameter)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         yield
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
 
-def gradients_of(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients of a context here; none where it has never come, but an error if it has ended."""
-    return current_worker().autograd.registry.gradients(context_id)
+@contextmanager
+def _all_at_once(groups: Sequence[Group], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+    """Inside, optimizers update all parameters of a group with one call for each operation, where they leave it open.
+
+    torch itself decides so on GPUs only, but on a CPU, too, it takes half the time: for 200 small parameters and SGD,
+    0.30 ms and not 0.78.
+    """
+    open_groups: list[Group] = []
+    if all(gradient is None or (gradient.is_cpu and not gradient.is_sparse) for gradient in gradients):
+        open_groups = [
+            group
+            for group in groups
+            if group.get("foreach", False) is None
+            and not any(group.get(other) for other in ("fused", "differentiable", "capturable"))
+        ]
+    for group in open_groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in open_groups:
+            group["foreach"] = None
+
+
+def gradients_of(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """What these parameters got in a context; nothing where it has never come, but an error if it has ended."""
+    return current_worker().autograd.registry.gradients_for(context_id, parameters)
 
 
 # --- called by the driver ---------------------------------------------------------------------------------------------

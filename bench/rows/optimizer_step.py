@@ -1,0 +1,73 @@
+"""One step of a DistributedOptimizer over 4 workers with 200 parameters each; the gradients are there already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.library import LIBRARIES, Library
+from bench.row import CALLEES, CALLER, Case, Plan, Row, WrongReplyError
+
+__all__ = ["OPTIMIZER_STEP"]
+
+_WORKERS = (CALLER, *CALLEES)
+_PARAMETERS = 200
+_RATE = 2.0**-20  # a power of two, so that many steps add up without rounding
+
+_parameters: list[Tensor] = []
+
+
+def _make(library: str) -> list[Any]:
+    """On each worker: new parameters, and references to them."""
+    _parameters[:] = [torch.zeros(16, dtype=torch.float64).requires_grad_() for _ in range(_PARAMETERS)]
+    return [LIBRARIES[library].rpc.RRef(parameter) for parameter in _parameters]
+
+
+def _total(factor: Tensor) -> Tensor:
+    """On each worker: something in which parameter number i has the gradient i + 1."""
+    weighted = [parameter.sum() * (index + 1) for index, parameter in enumerate(_parameters)]
+    return torch.stack(weighted).sum() * factor
+
+
+def _values() -> list[float]:
+    return [parameter[0].item() for parameter in _parameters]
+
+
+class _Step(Case[None]):
+    def __init__(self, library: Library, peer: str) -> None:
+        self._library = library
+        call = library.rpc.rpc_sync
+        references = [rref for worker in _WORKERS for rref in call(worker, _make, args=(library.name,))]
+        self._optimizer = library.optim.DistributedOptimizer(torch.optim.SGD, references, lr=_RATE)
+        self._context = library.autograd.context()
+        self._context_id = self._context.__enter__()
+        one = torch.ones((), dtype=torch.float64)
+        losses = [call(worker, _total, args=(one,)) for worker in _WORKERS]
+        library.autograd.backward(self._context_id, [torch.stack(losses).sum()])
+
+    def run(self, index: int) -> None:
+        self._optimizer.step(self._context_id)
+
+    def check(self, index: int, reply: None) -> None:
+        """Nothing to see before all steps are done."""
+
+    def finish(self, calls: int) -> None:
+        self._context.__exit__(None, None, None)
+        right = [-_RATE * calls * (index + 1) for index in range(_PARAMETERS)]
+        for worker in _WORKERS:
+            found = self._library.rpc.rpc_sync(worker, _values)
+            if found != right:
+                raise WrongReplyError(f"after {calls} steps {worker} has {found[:3]}..., not {right[:3]}...")
+
+
+OPTIMIZER_STEP = Row(
+    name="optimizer_step",
+    title="optimizer: 4 x 200 parameters",
+    case=_Step,
+    plan=Plan(warmup=10, samples=60),
+    quick=Plan(warmup=1, samples=3),
+    floor=3.0,
+    workers=len(_WORKERS),
+)
