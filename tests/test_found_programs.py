@@ -185,3 +185,24 @@ def test_an_argument_that_was_sent_in_no_grad_may_be_changed_in_place(workers: C
     x = torch.ones(3, requires_grad=True) * 2
     with autograd.context(), torch.no_grad():
         assert rpc.rpc_sync("b", change, (x,)).tolist() == [4, 4, 4]
+
+
+def times_ten(leaf: Tensor) -> None:
+    assert leaf.grad is not None
+    leaf.grad.mul_(10.0)
+
+
+@pytest.mark.parametrize("hooked_first", [True, False])
+def test_a_post_accumulate_hook_changes_no_other_leaf(workers: Cluster, hooked_first: bool) -> None:
+    """The values of a sparse gradient may be the memory of a dense one, and torch gives them out in any order."""
+    plain = torch.ones(2, 3, requires_grad=True)
+    plain.register_post_accumulate_grad_hook(times_ten)
+    for _ in range(20):  # the order of the leaves is that of their addresses
+        table = torch.ones(4, 3, requires_grad=True)
+        parts = [plain, embedding(torch.tensor([1, 2]), table, sparse=True)]
+        with autograd.context() as context_id:
+            total = parts[0] + parts[1] if hooked_first else parts[1] + parts[0]
+            autograd.backward(context_id, [(total * rpc.rpc_sync("b", weight)).sum()])
+            found = autograd.get_gradients(context_id)
+        assert found[table].to_dense()[1].tolist() == [2.0] * 3
+        assert found[plain][0].tolist() == [20.0] * 3

@@ -45,9 +45,9 @@ LAYERS = [line.split() for line in """
     telegrad.rref.rref
     telegrad.autograd.diffusion  telegrad.autograd.functions
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
-    telegrad.autograd.attach  telegrad.autograd.leaves  telegrad.autograd.local_pass
+    telegrad.autograd.attach  telegrad.autograd.local_pass  telegrad.autograd.reducers
     telegrad.autograd.passes
-    telegrad.autograd.inquiry  telegrad.autograd.turn
+    telegrad.autograd.inquiry  telegrad.autograd.leaves  telegrad.autograd.turn
     telegrad.autograd.runner
     telegrad.autograd.engine
     telegrad.autograd.api

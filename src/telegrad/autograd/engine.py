@@ -31,10 +31,11 @@ from telegrad.agent.failures import failure_of, rebuild
 from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry
 from telegrad.autograd.graph import Graveyard
-from telegrad.autograd.inquiry import nothing_came, too_late
+from telegrad.autograd.inquiry import nothing_came, reduce_everywhere, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import ROOT
 from telegrad.autograd.passes import Notes, Pass
+from telegrad.autograd.reducers import watch
 from telegrad.autograd.runner import Runner
 from telegrad.autograd.turn import unpack
 from telegrad.errors import TelegradError, WorkerLostError
@@ -66,6 +67,7 @@ class Engine:
         self._me = agent.me.worker_id
         self.registry = Registry(self._me)
         self.attach = Attach(self.registry)
+        watch()
         leaves = Leaves()
         self.swapping = leaves.swapping
         self._runner = Runner(agent, self._fail, self._lost, leaves)
@@ -145,6 +147,8 @@ class Engine:
             raise this.error
         if any(report.missing for report in this.local.reports.values()):
             raise nothing_came(self._agent, this)
+        if any(report.reduces for report in this.local.reports.values()):
+            reduce_everywhere(self._agent, this, self._runner.reduce_rest)
 
     def _step(self, this: Pass, event: Callable[[], None]) -> None:
         """Takes in an event and does what follows from it."""
@@ -176,6 +180,12 @@ class Engine:
                 context.passes[pass_id] = Pass(self._me, head, context, self._name)
             found: Pass | None = context.passes.get(pass_id)
             return found
+
+    def reduce_rest(self, pass_id: GlobalId) -> None:
+        """Asked for by the root, when the pass is over but for this."""
+        this = self.find_pass(pass_id)
+        if this is not None:
+            self._runner.reduce_rest(this)
 
     def find_pass(self, pass_id: GlobalId) -> Pass | None:
         for context in self.registry:

@@ -1,8 +1,10 @@
-"""Asking the other workers about a pass that does not end as it should."""
+"""Asking the other workers about a pass that does not end as it should, or of which something is left to do."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +54,27 @@ def _ask(agent: Agent, worker: int, function: Callable[..., Any], pass_id: Globa
         call = agent.start_call(peer, name, _PATIENCE, lambda i, body: Call(i, name, body), (*pass_id, None))
         return agent.wait(call)
     return None
+
+
+def reduce_everywhere(agent: Agent, this: Pass, reduce_here: Callable[[Pass], None]) -> None:
+    """Where gradients were held back to the end: all reduce at once, for they may be of one process group."""
+    name = name_of(reduce_rest)
+    assert name is not None
+    timeout = max(this.deadline - time.monotonic(), 0.001) if math.isfinite(this.deadline) else 0.0
+    calls = []
+    for report in [each for each in this.local.reports.values() if each.reduces]:
+        if report.worker != agent.me.worker_id:
+            peer = agent.peer(report.worker)
+            calls.append(agent.start_call(peer, name, timeout, lambda i, body: Call(i, name, body), (*this.id, None)))
+    reduce_here(this)
+    for call in calls:
+        agent.wait(call)
+
+
+@export
+def reduce_rest(root: int, number: int) -> None:
+    """Runs on a worker that holds gradients back until the end of a pass."""
+    current_worker().autograd.reduce_rest(GlobalId(root, number))
 
 
 @export

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad.autograd.context import Context
+from telegrad.autograd.passes import Pass
 
 _OURS = 3  # references to a gradient that nobody else has: the engine's result, a variable, and the question itself
 
@@ -22,14 +23,14 @@ class Leaves:
 
     def add(
         self,
-        context: Context,
+        this: Pass,
         leaves: Sequence[Node],
         gradients: Sequence[Tensor | None],
-        given: Iterable[Tensor],
-        differentiable: bool,
     ) -> None:
-        """Adds what torch's engine computed; ``given`` are gradients that belong to the user."""
-        taken = set() if differentiable else {_address(tensor) for tensor in given}
+        """Adds what torch's engine computed."""
+        differentiable = this.head.create_graph
+        taken = set() if differentiable else {_address(tensor) for tensor in this.root_gradients}
+        own: list[tuple[Any, Tensor]] = []
         for index, leaf in enumerate(leaves):
             gradient = gradients[index]
             if gradient is None:
@@ -37,10 +38,11 @@ class Leaves:
             if not differentiable:
                 # A custom function, or a hook, may have kept what it returned.
                 gradient = gradient.clone() if sys.getrefcount(gradient) > _OURS else _own(gradient, taken)
-            variable: Any = leaf.variable  # type: ignore[attr-defined]
-            context.add_gradient(variable, gradient)
-            if variable._post_accumulate_grad_hooks:
-                self._after_accumulation(context, variable)
+            own.append((leaf.variable, gradient))  # type: ignore[attr-defined]
+        # A hook may change a gradient in place, so none runs before each has its own memory.
+        for variable, gradient in own:
+            if this.add_gradient(variable, gradient) and variable._post_accumulate_grad_hooks:
+                self._after_accumulation(this.context, variable)
 
     def _after_accumulation(self, context: Context, variable: Any) -> None:
         """Hooks that expect to find the sum in ``.grad``, and may change it there."""

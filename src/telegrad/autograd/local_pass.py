@@ -56,6 +56,7 @@ class LocalPass:
         self.arrived: set[int] = set()
         self.live: set[int] | None = None  # None: not known yet
         self.jobs: list[Job] = []
+        self.reduces = False  # gradients are held back until the end: see ``reducers``
         self.reports: dict[int, Report] = {}  # the latest of each worker that ever had one
         self.curious: dict[Job, None] = {}  # dicts keep their order, so that a pass runs the same way each time
         self._blocked: dict[Job, None] = {}
@@ -138,11 +139,11 @@ class LocalPass:
         return [source for source in wanted if source not in self.arrived]
 
     def report(self) -> tuple[Report, ...]:
-        """What goes up with an answer: who still waits for how much, as far as it is known here."""
+        """What goes up with an answer: what is left to do, and where, as far as it is known here."""
         missing = len(self._by_source) - len(self.arrived) if self._fast else len(self._blocked)
-        mine = self.reports.get(self.worker)
-        if missing != (mine.missing if mine is not None else 0):
-            self.reports[self.worker] = Report(self.worker, mine.version + 1 if mine is not None else 1, missing)
+        mine = self.reports.get(self.worker) or Report(self.worker, 0, 0)
+        if (missing, self.reduces) != (mine.missing, mine.reduces):
+            self.reports[self.worker] = Report(self.worker, mine.version + 1, missing, self.reduces)
         return tuple(self.reports.values())
 
     def heard(self, reports: Iterable[Report]) -> None:

@@ -17,6 +17,8 @@ from telegrad.autograd.functions import Recv
 from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
+from telegrad.autograd.reducers import Reduction, any_known, reducing
+from telegrad.errors import UsageError
 from telegrad.ids import GlobalId
 from telegrad.wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
 
@@ -54,6 +56,7 @@ class Pass:
         self.error: BaseException | None = None
         self.timeout = 0.0
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
+        self.reductions: dict[int, Reduction] = {}  # by module
         self._surveyed = False
         self._explorer: Explorer | None = None
 
@@ -74,8 +77,42 @@ class Pass:
             sources.append((message_id, [(node, 0) for node in send.parts]))
         units, nodes = survey(sources)
         self.local.surveyed(units)
+        self._find_reductions()
         if len(nodes) > DEEP:
             self.context.keep_graph([node for _, edges in sources for node, _ in edges if node is not None], nodes)
+
+    def _find_reductions(self) -> None:
+        if not any_known():
+            return
+        for job in self.local.jobs:
+            for leaf in job.unit.leaves:
+                module = reducing(leaf.variable)  # type: ignore[attr-defined]
+                if module is None:
+                    continue
+                if self.head.create_graph:
+                    raise UsageError("create_graph does not go through DistributedDataParallel, here as in torch")
+                if id(module) not in self.reductions:
+                    self.reductions[id(module)] = Reduction(module)
+                self.reductions[id(module)].waits_for.add(job)
+
+    def reductions_after(self, jobs: Sequence[Job]) -> list[Reduction]:
+        """These jobs are done; the modules whose leaves can get no more.  Under the lock."""
+        ready = []
+        for key, reduction in list(self.reductions.items()):
+            reduction.waits_for.difference_update(jobs)
+            if not reduction.waits_for:
+                ready.append(self.reductions.pop(key))
+        return ready
+
+    def add_gradient(self, leaf: Tensor, gradient: Tensor) -> bool:
+        """Adds to what a leaf got; False if it is held back."""
+        module = reducing(leaf) if self.reductions else None
+        if module is None:
+            self.context.add_gradient(leaf, gradient)
+            return True
+        with self.lock:
+            self.reductions[id(module)].add(leaf, gradient)
+        return False
 
     def explore(self, edges: Sequence[Edge]) -> dict[int, dict[int, set[int]]]:
         """Follows live edges; what was found, as worker → message → parts."""
@@ -111,6 +148,7 @@ class Pass:
         if self.is_root and plan.ends():
             notes += [(worker, PlanKnown(self.id)) for worker in plan.curious]
             jobs += local.plan_known(plan.live)
+        local.reduces = any(self.reductions.values())
         notes += [(to, Finished(self.id, count, owed, local.report())) for to, count, owed in local.flow.settle()]
         if local.flow.over and not self.over:
             local.report()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
@@ -17,6 +18,7 @@ from telegrad.autograd.inquiry import nothing_came, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import Job
 from telegrad.autograd.passes import Notes, Pass
+from telegrad.autograd.reducers import Reduction
 from telegrad.autograd.turn import Letter, Turn
 from telegrad.errors import WorkerLostError
 
@@ -105,6 +107,10 @@ class Runner:
         try:
             with Scope(this.context):
                 self._compute(this, jobs)
+            if this.reductions:
+                with this.lock:
+                    ready = this.reductions_after(jobs)
+                self.reduce(this, ready)
             with this.lock:
                 if this.error is None:
                     for job in jobs:
@@ -146,7 +152,19 @@ class Runner:
         for job in jobs:
             for source in job.sources:
                 this.gradients.pop(source, None)
-        self._leaves.add(this.context, leaves, results, this.root_gradients, this.head.create_graph)
+        self._leaves.add(this, leaves, results)
+
+    def reduce(self, this: Pass, reductions: Iterable[Reduction]) -> None:
+        """Hands what was held back to the modules that average it."""
+        for reduction in reductions:
+            if reduction:
+                self.blocking(partial(reduction.run, this.context, self._leaves.swapping))
+
+    def reduce_rest(self, this: Pass) -> None:
+        """The same, at the end of a pass: nothing more can come."""
+        with this.lock:
+            rest, this.reductions = list(this.reductions.values()), {}
+        self.reduce(this, rest)
 
     def gradient_for(self, turn: Turn, job: Job, message_id: int, part: int) -> Tensor | None:
         """Called by torch's engine: waits for what comes from the other end of a send."""

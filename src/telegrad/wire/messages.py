@@ -234,11 +234,12 @@ class PassHead(_Record, frozen=True):
 
 
 class Report(_Record, frozen=True):
-    """How many gradients a worker still waits for; the highest version counts."""
+    """What is left to do on a worker; the highest version counts."""
 
     worker: int
     version: int
-    missing: int
+    missing: int  # gradients that it waits for
+    reduces: bool = False  # it holds gradients back until the end of the pass
 
 
 class Finished(_Record, frozen=True, tag=42):
