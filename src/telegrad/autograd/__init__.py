@@ -7,7 +7,8 @@ all of it.
 * :func:`debug_info`: what this worker knows of contexts and passes
 
 Inside: ``functions`` (send and recv), ``context``, ``attach`` (to messages), ``graph`` (reads torch's),
-``diffusion`` ◇, ``plan`` ◇, ``local_pass`` ◇ (what to do), ``passes``, ``leaves``, ``engine`` (do it), ``api``.
+``diffusion`` ◇, ``plan`` ◇, ``local_pass`` ◇ (what to do), ``passes``, ``turn``, ``runner``, ``leaves``, ``reducers``
+(DDP), ``engine`` (do it), ``api``.
 """
 
 from telegrad.autograd.api import backward, context, debug_info, get_gradients
