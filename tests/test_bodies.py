@@ -155,6 +155,59 @@ def test_nothing_is_an_empty_parcel_unless_the_interceptor_has_something_to_say(
     assert heard == [(0, [1, 0], [])]
 
 
+# --- bundles --------------------------------------------------------------------------------------------------------
+
+
+def test_a_bundle_lays_big_tensors_onto_the_lane_and_the_link_holds_them_when_it_is_closed(pair: Pair) -> None:
+    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle.add([tensor(1), tensor(2, 10)])
+    assert bundle.is_small is False
+    bundle.add([tensor(3, LANE_LIMIT - 1), tensor(4, LANE_LIMIT)])
+    assert pair.slabs == 2
+    assert pair.out.held == {}, "it has not gone yet"
+    parcel = pair.sender.close(pair.out, bundle)
+    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer, bytes, int, InPeer]
+    assert pair.out.held == {slab.number: slab for slab in parcel.slabs}
+    assert len(pair.out.held) == 2
+    got = pair.open(parcel)
+    assert [len(one) for one in got] == [BIG, 10, LANE_LIMIT - 1, LANE_LIMIT]
+    assert all(is_all(one, value) for one, value in zip(got, [1, 2, 3, 4], strict=True))
+    del got
+    pair.receiver.give_back()
+    assert len(pair.deliver()) == 2
+    assert pair.out.held == {}
+    assert pair.idle == size_class(BIG) + size_class(LANE_LIMIT)
+
+
+def test_a_bundle_to_a_peer_without_a_lane_uses_none() -> None:
+    pair = Pair(lane_open=False)
+    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle.add([tensor(5)])
+    assert not bundle.is_small
+    parcel = pair.sender.close(pair.out, bundle)
+    assert (parcel.slabs, pair.out.held, pair.slabs) == ([], {}, 0)
+    assert is_all(pair.open(parcel)[0], 5)
+
+
+def test_a_bundle_that_never_goes_holds_nothing(pair: Pair) -> None:
+    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle.add([tensor(1), tensor(2)])
+    assert pair.slabs == 2
+    del bundle
+    gc.collect()
+    assert pair.slabs == 0
+    assert pair.out.held == {}
+
+
+def test_a_bundle_with_a_tensor_that_cannot_go_still_has_the_others(pair: Pair) -> None:
+    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle.add([tensor(1)])
+    with pytest.raises(SerializationError, match="only go through pickle"):
+        bundle.add([torch.ones(2).to_mkldnn()])
+    (got,) = pair.open(pair.sender.close(pair.out, bundle))
+    assert is_all(got, 1)
+
+
 # --- coming back ----------------------------------------------------------------------------------------------------
 
 
@@ -173,7 +226,7 @@ def test_a_slab_comes_back_when_the_last_tensor_over_it_is_gone(pair: Pair) -> N
     assert pair.deliver() == [], "once"
 
 
-@pytest.mark.parametrize("with_what", ["pack", "open", "trim"])
+@pytest.mark.parametrize("with_what", ["pack", "bundle", "open", "trim"])
 def test_it_is_said_with_whatever_comes_next(pair: Pair, with_what: str) -> None:
     held = pair.open(pair.pack([tensor(1)]))
     assert is_all(held[0], 1)
@@ -182,6 +235,8 @@ def test_it_is_said_with_whatever_comes_next(pair: Pair, with_what: str) -> None
     del held
     if with_what == "pack":
         pair.receiver.pack(pair.origin, pair.back, [1])
+    elif with_what == "bundle":
+        pair.receiver.bundle(pair.origin, pair.back)
     elif with_what == "open":
         pair.open(other)
     else:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from telegrad.autograd import graph
 from telegrad.autograd.functions import Recv, receive, send_node
 from telegrad.autograd.graph import Edge, Explorer, Graveyard, Unit, has_hooks, survey
 
@@ -93,6 +94,18 @@ def recvs_of(edges: Iterable[Edge]) -> dict[Recv, set[int]]:
     return recvs
 
 
+def recvs_are_oldest(nodes: Iterable[Any]) -> bool:
+    """Whether torch's engine, which takes the newest that is ready, has nothing to do after them."""
+    inner = [node for node in nodes if not is_leaf(node)]
+    return all(
+        recv._sequence_nr() < node._sequence_nr()
+        for recv in inner
+        if is_recv(recv)
+        for node in inner
+        if not is_recv(node)
+    )
+
+
 def check_survey(sources: list[Source]) -> list[Unit]:
     units, nodes = survey(sources)
     assert sorted(sorted(unit.sources) for unit in units) == expected_units(sources)
@@ -104,6 +117,7 @@ def check_survey(sources: list[Source]) -> list[Unit]:
         assert len(unit.leaves) == len(set(unit.leaves))
         assert set(unit.leaves) == {node for node in all_nodes if is_leaf(node)}
         assert unit.recvs == recvs_of(edges)
+        assert unit.is_quick == recvs_are_oldest(all_nodes)
         if len(unit.sources) > 1:
             assert len(unit.nodes) == len(set(unit.nodes))
             assert set(unit.nodes) == {node for node in all_nodes if not is_leaf(node)}
@@ -130,8 +144,8 @@ def graphs(draw: st.DrawFn) -> list[Source]:
             tensors[-1].register_post_accumulate_grad_hook(lambda tensor: None)
     for number, parts in enumerate(draw(st.lists(st.integers(1, 3), max_size=3))):
         tensors += received(number, parts)
-    kinds = ["add", "mul", "exp", "two", "unbind", "view", "detach", "constant", "in place"]
-    for kind in draw(st.lists(st.sampled_from(kinds), max_size=12)):
+    kinds = ["add", "mul", "exp", "two", "unbind", "view", "detach", "constant", "in place", "received"]
+    for number, kind in enumerate(draw(st.lists(st.sampled_from(kinds), max_size=12)), 100):
         match kind:
             case "add":
                 tensors.append(pick() + pick())
@@ -151,6 +165,8 @@ def graphs(draw: st.DrawFn) -> list[Source]:
                 tensors.append(pick() * torch.ones(2))
             case "in place":
                 tensors.append(pick().clone().mul_(pick()))
+            case "received":
+                tensors += received(number)
     starts = [tensor for tensor in tensors if tensor.requires_grad]
     sources = draw(st.lists(st.lists(st.sampled_from(starts), max_size=3), min_size=1, max_size=5))
     as_sends = draw(st.booleans())
@@ -263,6 +279,116 @@ def test_a_source_without_edges_reaches_nothing() -> None:
     assert [unit.sources for unit in survey([(7, []), (8, [])])[0]] == [[7], [8]]
     assert [unit.sources for unit in survey([(7, [(None, 0)])])[0]] == [[7]]
     assert survey([])[0] == []
+
+
+# --- what is quick ----------------------------------------------------------------------------------------------
+
+
+def quick(*sources: list[Tensor]) -> list[bool]:
+    """Of each source, which must not meet."""
+    units = check_survey([(name, [edge(tensor) for tensor in tensors]) for name, tensors in enumerate(sources)])
+    assert len(units) == len(sources)
+    return [unit.is_quick for unit in units]
+
+
+# One walk is for a source that is alone, the other for several: a second one far from the first makes the difference.
+both_walks = pytest.mark.parametrize("beside", [0, 1], ids=["one source", "several sources"])
+
+
+def quick_of(beside: int, *tensors: Tensor) -> bool:
+    return quick(list(tensors), *([leaf().exp()] for _ in range(beside)))[0]
+
+
+@both_walks
+def test_a_unit_is_quick_when_its_recvs_are_older_than_all_else(beside: int) -> None:
+    one, other = received(1)[0], received(2)[0]
+    assert quick_of(beside, one * other * leaf() + other.exp())
+
+
+@both_walks
+def test_a_unit_is_not_quick_when_a_node_is_older_than_a_recv(beside: int) -> None:
+    before = leaf().exp()
+    (tensor,) = received(1)
+    assert not quick_of(beside, (tensor * before).sin())
+
+
+@both_walks
+def test_a_unit_is_not_quick_when_a_node_is_older_than_one_recv_of_several(beside: int) -> None:
+    (one,) = received(1)
+    between = one.exp()
+    (other,) = received(2)
+    assert not quick_of(beside, between * other)
+    assert not quick_of(beside, between, other)
+    assert quick_of(beside, between)
+
+
+@both_walks
+def test_a_unit_without_recvs_is_quick(beside: int) -> None:
+    assert quick_of(beside, leaf().exp() * leaf())
+    assert quick_of(beside, leaf())
+    assert quick_of(beside)
+
+
+@both_walks
+def test_a_unit_of_recvs_and_leaves_alone_is_quick(beside: int) -> None:
+    assert quick_of(beside, received(1)[0])
+    assert quick_of(beside, leaf(), *received(1, 2))
+
+
+@both_walks
+def test_the_sends_above_do_not_count_against_it(beside: int) -> None:
+    """Unless what they send was received after they were made, which cannot be."""
+    (tensor,) = received(1)
+    sources: list[Source] = [(0, [(send_node(1, 0, tensor * 2), 0)])]
+    sources += [(1 + number, [(send_node(2 + number, 0, leaf()), 0)]) for number in range(beside)]
+    assert all(unit.is_quick for unit in check_survey(sources))
+
+
+def test_each_of_several_units_is_judged_by_its_own_nodes() -> None:
+    before = leaf().exp()
+    one, other = received(1)[0], received(2)[0]
+    assert quick([one.exp()], [other * before], [leaf().exp()]) == [True, False, True]
+
+
+def test_sources_that_meet_are_quick_or_not_together() -> None:
+    before = leaf().exp()
+    (tensor,) = received(1)
+    after = tensor.exp()
+    (unit,) = check_survey([(0, [edge(after * 2)]), (1, [edge(after * before)])])
+    assert not unit.is_quick
+    (unit,) = check_survey([(0, [edge(after * 2)]), (1, [edge(after * 3)])])
+    assert unit.is_quick
+
+
+@both_walks
+def test_a_unit_of_many_nodes_is_not_quick(beside: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unit_of(length: int) -> Unit:
+        (tensor,) = received(1)
+        for _ in range(length - 1):
+            tensor = tensor + 1
+        others: list[Source] = [(1 + number, []) for number in range(beside)]
+        return survey([(0, [edge(tensor)]), *others])[0][0]
+
+    monkeypatch.setattr(graph, "_FEW", 20)
+    assert unit_of(20).is_quick
+    assert not unit_of(21).is_quick
+
+
+def test_of_many_nodes_in_all_no_unit_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To look at them would take long, whosoever they are."""
+    monkeypatch.setattr(graph, "_FEW", 20)
+
+    def units_of_chains(*lengths: int) -> list[bool]:
+        sources = []
+        for length in lengths:
+            tensor = leaf()
+            for _ in range(length):
+                tensor = tensor + 1
+            sources.append((length, [edge(tensor)]))
+        return [unit.is_quick for unit in survey(sources)[0]]
+
+    assert units_of_chains(8, 12) == [True, True]
+    assert units_of_chains(9, 12) == [False, False]
 
 
 # --- freeing big graphs -----------------------------------------------------------------------------------------

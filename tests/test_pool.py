@@ -190,6 +190,103 @@ def test_rule_3_a_burst_of_short_functions_stays_on_few_threads(make: Callable[[
     bell.close()
 
 
+class Patience:
+    """Stands before a pool's epoll: whoever waits there for others to make progress waits for them to have had the
+    chance, and not for a millisecond."""
+
+    def __init__(self, pool: Pool, meanwhile: Callable[[], None]) -> None:
+        self._epoll: Any = pool._epoll
+        self._meanwhile = meanwhile
+        pool._epoll = self  # type: ignore[assignment]
+
+    def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
+        if timeout > 1:  # nothing is queued
+            return self._epoll.poll(timeout, most)
+        events = self._epoll.poll(0, most)
+        if not events:
+            self._meanwhile()
+        return events
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class Piecework:
+    """Work of so many short pieces, one of them each time that another thread gets impatient."""
+
+    def __init__(self, pool: Pool, pieces: int, tell: Callable[[], None]) -> None:
+        self.entered, self.ended, self.joined = threading.Event(), threading.Event(), threading.Event()
+        self.joined_early = False
+        self.done = 0
+        self._pieces, self._tell = pieces, tell
+        self._asked, self._told = threading.Semaphore(0), threading.Semaphore(0)
+        Patience(pool, self._wait_for_a_piece)
+
+    def _wait_for_a_piece(self) -> None:
+        """Called by threads that look whether there is progress."""
+        if not self.ended.is_set():
+            self._asked.release()
+            assert self._told.acquire(timeout=PATIENCE), "the work did nothing"
+
+    def __call__(self) -> None:
+        self.entered.set()
+        while self.done < self._pieces:
+            assert self._asked.acquire(timeout=PATIENCE), "nobody waits for it"
+            if self.joined.is_set():
+                break
+            self._tell()
+            self.done += 1
+            if self.done == self._pieces:
+                self.ended.set()
+            self._told.release()
+        self.ended.set()
+        self._told.release(100)  # for whoever has asked meanwhile
+
+    def join(self) -> None:
+        """The work that is queued behind it."""
+        self.joined_early = not self.ended.is_set()
+        self.joined.set()
+        self._asked.release()
+
+
+as_call_or_not = pytest.mark.parametrize("is_call", [True, False], ids=["a user's call", "other work"])
+
+
+def queue_behind(pool: Pool, long: Piecework, is_call: bool) -> None:
+    pool.submit(call(long))
+    assert long.entered.wait(PATIENCE)
+    pool.submit(call(long.join) if is_call else (lambda _, __: long.join(), None, None))
+    assert long.joined.wait(PATIENCE)
+    assert eventually(lambda: pool.busy == 0)
+
+
+@as_call_or_not
+def test_rule_3_nobody_joins_work_that_tells_of_its_progress(make: Callable[[int], Pool], is_call: bool) -> None:
+    pool = make(4)
+    long = Piecework(pool, 20, pool.progress)
+    queue_behind(pool, long, is_call)
+    assert not long.joined_early
+    assert long.done == 20
+
+
+@as_call_or_not
+def test_rule_3_others_join_work_that_tells_nothing(make: Callable[[int], Pool], is_call: bool) -> None:
+    pool = make(4)
+    long = Piecework(pool, 20, lambda: None)
+    queue_behind(pool, long, is_call)
+    assert long.joined_early
+    assert long.done < 20
+
+
+@as_call_or_not
+def test_rule_3_others_join_when_progress_ends(make: Callable[[int], Pool], is_call: bool) -> None:
+    pool = make(4)
+    long = Piecework(pool, 20, lambda: pool.progress() if long.done < 7 else None)
+    queue_behind(pool, long, is_call)
+    assert long.joined_early
+    assert 8 <= long.done < 20
+
+
 def test_rule_4_a_stuck_pool_grows(make: Callable[[int], Pool]) -> None:
     pool, crowd = make(2), Crowd()  # whose waits the pool cannot see
     pool.submit_all([call(crowd) for _ in range(6)])

@@ -26,7 +26,8 @@ from telegrad.errors import SerializationError, TelegradError, UsageError
 from telegrad.ids import GlobalId
 from telegrad.wire import codec, values
 from telegrad.wire.messages import Body, InPeer, Reply, RRefFork, TensorMeta
-from telegrad.wire.values import Route, pack, unpack
+from telegrad.wire.tensors import INLINE_BUDGET, INLINE_LIMIT
+from telegrad.wire.values import EMPTY_PARCEL, Bundle, Route, pack, unpack
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
 
 
@@ -429,6 +430,205 @@ def test_a_lane_that_is_full_in_the_middle_of_a_value():
     streamed = [bytearray(memory) for memory in parcel.stream]
     _, got = receive(body, streamed, borrowed=neighbours.borrow(body))
     assert all(torch.equal(one, other) for one, other in zip(got, sent, strict=True))
+
+
+# --- bundles --------------------------------------------------------------------------------------------------------
+
+
+def bundle_of(*batches, lane=None, **route):
+    bundle = Bundle(Route(1, **route), lane)
+    for batch in batches:
+        bundle.add(batch)
+    return bundle
+
+
+def opened(bundle, neighbours=None):
+    """What the other side makes of a bundle."""
+    parcel = bundle.parcel()
+    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    streamed = [bytearray(memory) for memory in parcel.stream]
+    tensors, value = receive(body, streamed, borrowed=neighbours.borrow(body) if neighbours else ())
+    assert len(value) == len(tensors)
+    assert all(one is other for one, other in zip(value, tensors, strict=True))
+    return value
+
+
+def is_same(one, other):
+    if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+        return False
+    return torch.equal(one.to_dense(), other.to_dense())
+
+
+def filled(number, size):
+    return torch.full((size,), float(number))
+
+
+SMALL, BIG = 3, INLINE_LIMIT  # floats
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [[SMALL]],
+        [[SMALL], [SMALL], [SMALL]],
+        [[SMALL, SMALL], [SMALL], [SMALL, SMALL, SMALL]],
+        [[BIG], [SMALL], [BIG]],
+        [[SMALL, BIG, SMALL], [BIG, SMALL], [0, SMALL], [BIG, BIG]],
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("lane", [False, True], ids=["socket", "lane"])
+def test_a_bundle_opens_as_what_was_added_in_that_order(sizes, lane):
+    neighbours = Neighbours(limit=INLINE_LIMIT + 1) if lane else None
+    numbers = iter(range(100))
+    batches = [[filled(next(numbers), size) for size in batch] for batch in sizes]
+    bundle = bundle_of(*batches, lane=neighbours and neighbours.lane)
+    sent = [tensor for batch in batches for tensor in batch]
+    parcel = bundle.parcel()
+    assert [meta.buffer for meta in parcel.body.tensors] == list(range(len(sent))), "each add goes on counting"
+    ways = {size: {0: bytes, SMALL: bytes, BIG: InPeer if lane else int}[size] for size in (0, SMALL, BIG)}
+    assert [type(buffer) for buffer in parcel.body.buffers] == [ways[tensor.numel()] for tensor in sent]
+    got = opened(bundle, neighbours)
+    assert len(got) == len(sent)
+    assert all(map(is_same, got, sent))
+
+
+def test_a_bundle_needs_neither_a_tree_nor_a_pickle():
+    parcel = bundle_of([torch.ones(2)], [torch.ones(3)], allow_pickle=False).parcel()
+    assert parcel.body.tree is None
+    assert parcel.body.pickle == -1
+
+
+def test_a_bundle_of_nothing_is_an_empty_parcel():
+    assert bundle_of().parcel() == bundle_of([]).parcel()
+    assert bundle_of().parcel().body == EMPTY_PARCEL.body
+    assert bundle_of().is_small
+
+
+def test_what_a_bundle_has_can_be_asked_for_before_it_grows():
+    bundle = bundle_of([filled(1, SMALL)])
+    first = bundle.parcel()
+    bundle.add([filled(2, SMALL)])
+    assert len(first.body.tensors) == len(first.body.buffers) == 1
+    assert [tensor[0].item() for tensor in opened(bundle)] == [1.0, 2.0]
+
+
+def test_a_bundle_is_small_while_all_of_it_goes_inside_the_header():
+    bundle = bundle_of([filled(1, INLINE_LIMIT // 4)])
+    assert bundle.is_small
+    bundle.add([filled(2, SMALL)])
+    assert bundle.is_small
+    bundle.add([filled(3, SMALL), filled(4, INLINE_LIMIT // 4 + 1)])
+    assert not bundle.is_small
+    bundle.add([filled(5, SMALL)])
+    assert not bundle.is_small
+
+
+def test_a_bundle_by_the_lane_is_not_small():
+    neighbours = Neighbours(limit=20_000)
+    bundle = bundle_of([filled(1, SMALL)], lane=neighbours.lane)
+    assert bundle.is_small
+    bundle.add([filled(2, 20_000)])
+    assert not bundle.is_small
+    assert bundle.parcel().stream == []
+
+
+def test_very_many_small_tensors_do_not_make_a_small_bundle():
+    """The budget is that of one header, however many adds share it."""
+    whole = torch.ones(INLINE_LIMIT // 4)
+    bundle = bundle_of()
+    for _ in range(INLINE_BUDGET // INLINE_LIMIT):
+        bundle.add([whole])
+        assert bundle.is_small
+    bundle.add([whole])
+    assert not bundle.is_small
+    assert sum(len(buffer) for buffer in bundle.parcel().body.buffers if not isinstance(buffer, int)) == INLINE_BUDGET
+
+
+def test_a_bundle_has_what_a_small_tensor_was_when_it_was_added():
+    buffer = filled(1, SMALL)
+    bundle = bundle_of([buffer])
+    bundle.add([buffer.fill_(2)])
+    buffer.fill_(3)
+    assert [tensor[0].item() for tensor in opened(bundle)] == [1.0, 2.0]
+
+
+def test_tensors_of_one_add_stay_aliases_and_those_of_two_do_not():
+    base = torch.arange(6.0)
+    bundle = bundle_of([base, base[2:4]], [base])
+    whole, view, again = opened(bundle)
+    whole.zero_()
+    assert view.tolist() == [0.0, 0.0]
+    assert torch.equal(again, base)
+
+
+KINDS = {
+    "small": lambda number: filled(number, 4),
+    "big": lambda number: filled(number, BIG),
+    "none": lambda number: torch.empty(0, 3),
+    "scalar": lambda number: torch.tensor(number),
+    "strided": lambda number: filled(number, 12).view(3, 4).t(),
+    "sparse": lambda number: torch.sparse_coo_tensor([[0, 2, 2]], filled(number, 3), (4,), check_invariants=True),
+    "compressed": lambda number: torch.eye(3).mul(number + 1).to_sparse_csr(),
+    "half": lambda number: filled(number, 5).bfloat16(),
+    "meta": lambda number: torch.empty(3, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
+@given(st.lists(st.lists(st.sampled_from(sorted(KINDS)), max_size=4), max_size=5), st.booleans())
+@settings(max_examples=200)
+def test_any_tensors_in_any_number_of_adds(kinds, lane):
+    neighbours = Neighbours(limit=INLINE_LIMIT + 1) if lane else None
+    numbers = iter(range(100))
+    batches = [[KINDS[kind](next(numbers)) for kind in batch] for batch in kinds]
+    sent = [tensor for batch in batches for tensor in batch]
+    bundle = bundle_of(*batches, lane=neighbours and neighbours.lane)
+    assert bundle.is_small == ("big" not in [kind for batch in kinds for kind in batch])
+    if not sent:
+        assert bundle.parcel().body == Body()
+        return
+    got = opened(bundle, neighbours)
+    assert len(got) == len(sent)
+    for one, other in zip(got, sent, strict=True):
+        assert (one.device, one.stride() if one.layout is torch.strided else None) == (
+            other.device,
+            other.stride() if other.layout is torch.strided else None,
+        )
+        assert one.is_meta or is_same(one, other)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        "mkldnn",
+        "a subclass",
+    ],
+)
+def test_a_bundle_refuses_what_only_pickle_can_carry_and_keeps_the_rest(odd):
+    bad = torch.ones(3).as_subclass(Subclass) if odd == "a subclass" else torch.ones(2).to_mkldnn()
+    bundle = bundle_of([filled(1, SMALL)])
+    with pytest.raises(SerializationError, match="can only go through pickle"):
+        bundle.add([filled(2, SMALL), filled(3, BIG), bad, filled(4, SMALL)])
+    bundle.add([filled(5, SMALL), filled(6, BIG)])
+    assert [tensor[0].item() for tensor in opened(bundle)] == [1.0, 5.0, 6.0]
+
+
+def test_the_interceptor_sees_each_add_and_the_first_word_counts():
+    seen, words = [], iter([None, [1, "word"], [2, "late"], None])
+
+    def outgoing(to, tensors):
+        seen.append((to, [tensor[0].item() for tensor in tensors]))
+        return next(words)
+
+    bundle = bundle_of([filled(1, SMALL)], outgoing=outgoing)
+    assert bundle.parcel().body.extra is None
+    bundle.add([filled(2, SMALL), filled(3, SMALL)])
+    assert bundle.parcel().body.extra == [1, "word"]
+    bundle.add([filled(4, SMALL)])
+    bundle.add([filled(5, SMALL)])
+    assert seen == [(1, [1.0]), (1, [2.0, 3.0]), (1, [4.0]), (1, [5.0])]
+    assert bundle.parcel().body.extra == [1, "word"]
 
 
 # --- functions ------------------------------------------------------------------------------------------------------

@@ -354,8 +354,17 @@ class Pool:
         """Work that consists of many short pieces has done one of them: nobody need join in (rule 3)."""
         self._taken += 1
 
+    def before_waiting(self, act: Callable[[], None] | None) -> Callable[[], None] | None:
+        """What the calling thread should do before it waits for another worker; returns what it was before."""
+        outer: Callable[[], None] | None = getattr(self._here, "before_waiting", None)
+        self._here.before_waiting = act
+        return outer
+
     def hand_over(self) -> None:
         """Before the calling thread waits: what it has yet to run, or to read, may be what it waits for."""
+        act = getattr(self._here, "before_waiting", None)
+        if act is not None:
+            act()
         held = getattr(self._here, "held", None)
         if held is not None:
             mine, let_go = held

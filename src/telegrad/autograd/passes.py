@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -216,6 +217,8 @@ class Pass:
         """
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
+        if len(jobs) > 1:
+            _put_in_order([job.unit for job in jobs])
         for job in jobs:
             gates: list[Node] = []
             complete = self.is_complete(job)
@@ -312,6 +315,18 @@ class Pass:
 
 
 _NOTHING = torch.zeros(())  # what a gate is started with
+
+
+def _put_in_order(units: Sequence[Unit]) -> None:
+    """Lets torch's engine run one unit after the other, as it would in calls of their own.
+
+    Their nodes may have been made by different threads, each of which counts for itself, and a function that uses the
+    memory of its gradient again relies on whoever got it being done with it.
+    """
+    number = itertools.count(1)
+    for unit in reversed(units):
+        for node in sorted(unit.nodes, key=lambda node: node._sequence_nr()):
+            node._set_sequence_nr(next(number))  # type: ignore[attr-defined]
 
 
 def _put_gates_last(unit: Unit, gates: Sequence[Node]) -> None:

@@ -62,7 +62,7 @@ class Runner:
         """Small units are faster one after the other, for under the GIL threads get in each other's way; after one that
         takes long, other threads get those that are left."""
         sent, begun = time.monotonic(), time.thread_time()
-        while turn.todo:
+        while turn.todo and turn.this.error is None:
             jobs = turn.next_jobs()
             if turn.letters and not jobs[0].unit.is_quick:
                 self._send(turn)
@@ -104,6 +104,9 @@ class Runner:
         """Several units that have all they need, or one, in one call of torch's engine, on the calling thread."""
         this = turn.this
         outer, here.run = here.run, _Run(self, turn, jobs)
+        # A hook may wait for another worker, and that one for what this turn has yet to send.
+        pool = self._agent.pool
+        outer_wait = pool.before_waiting(partial(self._share, turn))
         try:
             with Scope(this.context):
                 self._compute(this, jobs)
@@ -122,6 +125,7 @@ class Runner:
             self._fail(this, error)
         finally:
             here.run = outer
+            pool.before_waiting(outer_wait)
 
     def _compute(self, this: Pass, jobs: Sequence[Job]) -> None:
         edges, gradients = this.entries(jobs)

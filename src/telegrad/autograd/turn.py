@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from telegrad.autograd.local_pass import Job
 from telegrad.autograd.passes import Notes, Pass
@@ -36,7 +37,7 @@ class Letter:
 
     def add(self, message_id: int, gradients: dict[int, Tensor | None]) -> None:
         """What the tensors of a message got.  It is packed at once: who computed it may use the memory again."""
-        defined = {part: gradient for part, gradient in gradients.items() if gradient is not None}
+        defined = {part: _plain(gradient) for part, gradient in gradients.items() if gradient is not None}
         undefined = tuple([part for part in gradients if part not in defined]) if len(defined) < len(gradients) else ()
         if defined:
             self.bundle.add(list(defined.values()))
@@ -49,6 +50,11 @@ class Letter:
 
     def payload(self, this: Pass) -> Gradients:
         return Gradients(this.head, tuple(self._messages), self._counted, self.finished)
+
+
+def _plain(gradient: Tensor) -> Tensor:
+    """A gradient is no parameter, though a user may give one as such."""
+    return gradient.view_as(gradient) if isinstance(gradient, Parameter) else gradient
 
 
 def unpack(messages: Messages, tensors: Sequence[Tensor]) -> dict[int, dict[int, Tensor | None]]:

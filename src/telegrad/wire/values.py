@@ -17,7 +17,7 @@ from telegrad.errors import SerializationError, TelegradError
 from telegrad.wire.frames import MAX_HEADER
 from telegrad.wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
 from telegrad.wire.pickles import dump, load
-from telegrad.wire.tensors import DeviceMap, Lane, NotInTable, Packed, Slab, no_device_map
+from telegrad.wire.tensors import DeviceMap, Lane, NotInTable, Packed, Slab, in_table, no_device_map
 from telegrad.wire.tensors import pack as pack_tensors
 from telegrad.wire.tensors import unpack as unpack_tensors
 from telegrad.wire.tree import NotPlain, Reference, TreeReader, TreeWriter
@@ -97,6 +97,9 @@ class Bundle:
     def add(self, tensors: list[Tensor]) -> None:
         """Only the first may have tensors that need a gradient."""
         try:
+            for tensor in tensors:
+                if type(tensor) is not Tensor and not in_table(tensor):
+                    raise NotInTable
             metas, extra = _pack_tensors(tensors, self._packed, self._route)
         except NotInTable:
             raise SerializationError("a tensor among them can only go through pickle") from None

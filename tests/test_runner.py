@@ -1,0 +1,942 @@
+"""The runner: what it sends together, what it runs together, and that nobody can tell by the gradients."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from support import PATIENCE, assert_no_references, eventually, in_thread, no_new_threads
+from telegrad import autograd, rpc
+from telegrad.autograd import graph, runner
+from telegrad.autograd.context import Context
+from telegrad.autograd.graph import Unit
+from telegrad.autograd.local_pass import Job, State
+from telegrad.autograd.passes import Pass
+from telegrad.autograd.turn import Letter, Turn
+from telegrad.ids import GlobalId
+from telegrad.testing import Cluster, cluster
+from telegrad.wire.messages import Gradients, PassHead
+from telegrad.wire.values import Bundle, Route
+from telegrad.worker import Worker
+
+Call = Callable[..., Any]  # call(to, function, *args)
+Mode = Literal["smart", "fast"]
+NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
+
+both_modes = pytest.mark.parametrize("mode", ["smart", "fast"])
+
+#: What each worker has of its own.
+WEIGHTS: dict[str, Tensor] = {}
+#: What hooks have seen, as (which, gradient).
+SEEN: list[tuple[Any, Tensor]] = []
+
+
+@pytest.fixture(autouse=True)
+def _weights() -> Iterator[None]:
+    generator = torch.Generator().manual_seed(11)
+    for name in ("a", "another of a", "b", "c"):
+        WEIGHTS[name] = (torch.rand(3, dtype=torch.float64, generator=generator) + 0.5).requires_grad_()
+    SEEN.clear()
+    yield
+    WEIGHTS.clear()
+    SEEN.clear()
+
+
+@pytest.fixture(scope="module")
+def _workers() -> Iterator[Cluster]:
+    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers:
+        yield workers
+        assert_no_references(workers)
+
+
+@pytest.fixture
+def trio(_workers: Cluster) -> Iterator[Cluster]:
+    """Three workers, the same for all tests; the test acts for the first."""
+    with _workers.on("a"):
+        yield _workers
+        assert_nothing_left(_workers)
+
+
+def known_on(workers: Cluster, name: str) -> dict[str, Any]:
+    with workers.on(name):
+        return autograd.debug_info()
+
+
+def assert_nothing_left(workers: Cluster) -> None:
+    for worker in workers:
+        assert eventually(lambda name=worker.name: known_on(workers, name) == NOTHING), known_on(workers, worker.name)
+        assert eventually(lambda worker=worker: not worker.agent.pool.busy), "a thread still waits"
+
+
+# --- what is sent and run ---------------------------------------------------------------------------------------
+
+
+class Sent(NamedTuple):
+    sender: str
+    to: str
+    payload: Any
+
+
+@contextmanager
+def notes_of(workers: Cluster) -> Iterator[list[Sent]]:
+    """All notes that are posted inside."""
+    sent: list[Sent] = []
+
+    def listen(worker: Worker) -> None:
+        post: Any = worker.agent.post
+
+        def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
+            sent.append(Sent(worker.name, workers[to].name, payload))
+            return post(to, payload, *rest, **options)
+
+        worker.agent.post = counted  # type: ignore[method-assign]
+
+    for worker in workers:
+        listen(worker)
+    try:
+        yield sent
+    finally:
+        for worker in workers:
+            del worker.agent.post
+
+
+def kinds(sent: list[Sent]) -> Counter[str]:
+    return Counter(type(note.payload).__name__ for note in sent)
+
+
+def letters(sent: list[Sent], sender: str, to: str) -> list[int]:
+    """How many messages each letter between these two spoke of."""
+    return [
+        len(note.payload.messages)
+        for note in sent
+        if isinstance(note.payload, Gradients) and (note.sender, note.to) == (sender, to)
+    ]
+
+
+@pytest.fixture
+def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that called torch's engine."""
+    run, calls = runner._engine_run_backward, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        return run(*args, **options)
+
+    monkeypatch.setattr(runner, "_engine_run_backward", counted)
+    return calls
+
+
+# --- programs ---------------------------------------------------------------------------------------------------
+
+
+def locally(to: str, function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+def by_sync(to: str, function: Any, *args: Any) -> Any:
+    return rpc.rpc_sync(to, function, args)
+
+
+def branch(where: str, number: int, tensor: Tensor) -> Tensor:
+    return (tensor * WEIGHTS[where]).sin() * number
+
+
+def fan_out(call: Call, count: int = 8, function: Any = branch, to: str = "b") -> Tensor:
+    """Many calls with one tensor."""
+    shared = WEIGHTS["a"].exp()
+    results = [
+        call(to[number % len(to)], function, to[number % len(to)], number + 1, shared) for number in range(count)
+    ]
+    return torch.stack(results).pow(2).sum()
+
+
+def gradients(workers: Cluster, context_id: int) -> dict[str, Tensor]:
+    found = {}
+    for name, weight in WEIGHTS.items():
+        with workers.on(name[-1]):
+            if context_id in [context.id for context in workers[name[-1]].autograd.registry]:
+                mine = autograd.get_gradients(context_id)
+                found |= {name: mine[weight]} if weight in mine else {}
+    return found
+
+
+def local_gradients(program: Callable[[Call], Tensor]) -> dict[str, Tensor]:
+    found = torch.autograd.grad(program(locally), list(WEIGHTS.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(WEIGHTS, found, strict=True) if gradient is not None}
+
+
+def seen() -> list[tuple[Any, Tensor]]:
+    """What hooks have seen since the last time, in the order of what they belong to."""
+    found = sorted(SEEN, key=lambda each: each[0])
+    SEEN.clear()
+    return found
+
+
+def assert_seen(expected: list[tuple[Any, Tensor]]) -> None:
+    found = seen()
+    assert [which for which, _ in found] == [which for which, _ in expected]
+    torch.testing.assert_close([gradient for _, gradient in found], [gradient for _, gradient in expected])
+
+
+def see(which: Any) -> Callable[[Tensor], None]:
+    return lambda gradient: SEEN.append((which, gradient.clone()))
+
+
+def check(
+    workers: Cluster, program: Callable[[Call], Tensor], mode: Mode = "smart", seen_by_hooks: int = 0
+) -> list[Sent]:
+    """One program, here and across workers: the same gradients, and the same seen by hooks.  What was sent for it."""
+    expected = local_gradients(program)
+    hooks = seen()
+    assert len(hooks) == seen_by_hooks
+    with autograd.context() as context_id:
+        loss = program(by_sync)
+        with notes_of(workers) as sent:
+            autograd.backward(context_id, [loss], mode=mode)
+        torch.testing.assert_close(gradients(workers, context_id), expected)
+    assert_seen(hooks)
+    return sent
+
+
+# --- a fan-out --------------------------------------------------------------------------------------------------
+
+
+def test_a_fan_out_costs_two_messages(trio: Cluster) -> None:
+    """Eight gradients go there in one and come back in one, with the word that all is done; and nobody is curious."""
+    sent = check(trio, fan_out)
+    assert kinds(sent) == {"Gradients": 2}
+    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [8]
+    assert [note.payload.finished is not None for note in sent] == [False, True]
+
+
+def test_a_fan_out_costs_two_messages_in_fast_too(trio: Cluster) -> None:
+    sent = check(trio, fan_out, "fast")
+    assert kinds(sent) == {"Gradients": 2}
+
+
+def test_units_that_are_ready_together_run_in_one_call_of_torchs_engine(trio: Cluster, engine_calls: list[str]) -> None:
+    check(trio, fan_out)
+    assert len(engine_calls) == 3, "the loss, all branches, and what they have in common"
+
+
+def test_each_call_of_torchs_engine_is_progress(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    for worker in trio:
+        progress = worker.agent.pool.progress
+        monkeypatch.setattr(
+            worker.agent.pool, "progress", lambda name=worker.name, progress=progress: (told.append(name), progress())
+        )
+    check(trio, fan_out)
+    assert sorted(told) == ["a", "a", "b"]
+
+
+@both_modes
+def test_a_fan_out_to_several_workers(trio: Cluster, mode: Mode) -> None:
+    sent = check(trio, lambda call: fan_out(call, 9, to="bc"), mode)
+    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [5]
+    assert letters(sent, "a", "c") == letters(sent, "c", "a") == [4]
+
+
+@both_modes
+def test_the_hook_of_a_tensor_that_many_calls_use_sees_the_whole_gradient_once(trio: Cluster, mode: Mode) -> None:
+    def program(call: Call) -> Tensor:
+        shared = WEIGHTS["a"].exp()
+        shared.register_hook(see("shared"))
+        return torch.stack([call("b", branch, "b", number, shared) for number in range(1, 9)]).prod(0).sum()
+
+    check(trio, program, mode, seen_by_hooks=1)
+
+
+def hooked(where: str, number: int, tensor: Tensor) -> Tensor:
+    """Hooks on what was received, on what comes between, and on the result."""
+    tensor.register_hook(see((number, "received")))
+    between = tensor * WEIGHTS[where]
+    between.register_hook(see((number, "between")))
+    result = between.sin() * number
+    result.register_hook(see((number, "result")))
+    return result
+
+
+@both_modes
+def test_the_hooks_of_units_that_run_together_fire_once_each(
+    trio: Cluster, engine_calls: list[str], mode: Mode
+) -> None:
+    def program(call: Call) -> Tensor:
+        # A tensor for each, so that the hooks on what was received see the same as locally.
+        shared = WEIGHTS["a"].exp()
+        results = [call("b", hooked, "b", number, shared * number) for number in range(1, 9)]
+        return torch.stack(results).pow(2).sum()
+
+    check(trio, program, mode, seen_by_hooks=24)
+    assert len(engine_calls) == 3
+
+
+def doubling(where: str, number: int, tensor: Tensor) -> Tensor:
+    between = tensor * WEIGHTS[where]
+    between.register_hook(lambda gradient: gradient * number)
+    return between.exp()
+
+
+@both_modes
+def test_hooks_of_units_that_run_together_change_each_its_own_gradient(trio: Cluster, mode: Mode) -> None:
+    check(trio, lambda call: fan_out(call, function=doubling), mode)
+
+
+# --- leaves that units share ------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_gradients_of_a_leaf_that_was_sent_many_times_add_up(
+    trio: Cluster, engine_calls: list[str], mode: Mode
+) -> None:
+    def program(call: Call) -> Tensor:
+        leaf, other = WEIGHTS["a"], WEIGHTS["another of a"]
+        results = [call("b", branch, "b", number, other if number == 4 else leaf) for number in range(1, 9)]
+        return torch.stack(results).pow(2).sum()
+
+    sent = check(trio, program, mode)
+    assert kinds(sent) == {"Gradients": 2}
+    assert len(engine_calls) == 3
+
+
+def sums_of(where: str, number: int, tensor: Tensor) -> Tensor:
+    return tensor.expand(3, 3).sum(0) + WEIGHTS[where] * number
+
+
+@both_modes
+def test_gradients_that_torch_expands_add_up(trio: Cluster, mode: Mode) -> None:
+    check(trio, lambda call: fan_out(call, function=sums_of), mode)
+
+
+TABLE = torch.arange(12.0, dtype=torch.float64).view(4, 3).requires_grad_()
+
+
+def embedded(where: str, number: int, tensor: Tensor) -> Tensor:
+    indices = torch.tensor([number % 4, 3, number % 4])
+    return functional.embedding(indices, TABLE, sparse=True).sum(0) * tensor
+
+
+def embedded_or_not(where: str, number: int, tensor: Tensor) -> Tensor:
+    return embedded(where, number, tensor) if number % 2 else TABLE.exp().sum(0) * tensor
+
+
+@both_modes
+@pytest.mark.parametrize("function", [embedded, embedded_or_not], ids=["sparse", "sparse and dense"])
+def test_sparse_gradients_of_a_leaf_that_units_share_add_up(
+    trio: Cluster, engine_calls: list[str], function: Any, mode: Mode
+) -> None:
+    (expected,) = torch.autograd.grad(fan_out(locally, function=function), TABLE)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [fan_out(by_sync, function=function)], mode=mode)
+        with trio.on("b"):
+            found = autograd.get_gradients(context_id)[TABLE]
+    assert len(engine_calls) == 3
+    assert found.is_sparse == expected.is_sparse == (function is embedded)
+    torch.testing.assert_close(found.to_dense(), expected.to_dense())
+
+
+@both_modes
+@pytest.mark.parametrize("kind", ["hook", "hook after accumulation"])
+@pytest.mark.parametrize("where", ["a", "b"], ids=["of who sent it", "of who was called"])
+def test_the_hook_of_a_leaf_that_units_share_sees_the_sum_once(
+    trio: Cluster, where: str, kind: str, mode: Mode
+) -> None:
+    def program(call: Call) -> Tensor:
+        return torch.stack([call("b", branch, "b", n, WEIGHTS["a"]) for n in range(1, 9)]).pow(2).sum()
+
+    expected = local_gradients(program)
+    leaf = WEIGHTS[where]
+    if kind == "hook":
+        leaf.register_hook(see("whole"))
+    else:
+        leaf.register_post_accumulate_grad_hook(lambda leaf: see("whole")(leaf.grad))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [program(by_sync)], mode=mode)
+        assert_seen([("whole", expected[where])])
+        torch.testing.assert_close(gradients(trio, context_id), expected)
+
+
+def test_a_leaf_with_a_hook_after_accumulation_beside_units_without(trio: Cluster) -> None:
+    """Those that share it are one unit; the others still go along in the same call."""
+    leaf = WEIGHTS["a"]
+    expected = local_gradients(two_leaves)
+    leaf.register_post_accumulate_grad_hook(lambda leaf: see("whole")(leaf.grad))
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [two_leaves(by_sync)])
+        assert_seen([("whole", expected["a"])])
+        torch.testing.assert_close(gradients(trio, context_id), expected)
+
+
+def two_leaves(call: Call) -> Tensor:
+    names = ["a", "another of a"]
+    return torch.stack([call("b", branch, "b", n, WEIGHTS[names[n % 2]]) for n in range(1, 9)]).prod(0).sum()
+
+
+class Halfway(torch.autograd.Function):
+    """Has a gradient for one of its inputs only: for which, says the number."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, one: Tensor, other: Tensor) -> Tensor:
+        ctx.number = number
+        return one * number + other.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        scaled = gradient * ctx.number
+        return (None, scaled, None) if ctx.number % 2 else (None, None, scaled)
+
+
+def halfway(number: int, one: Tensor, other: Tensor) -> Tensor:
+    return Halfway.apply(number, one, other) * WEIGHTS["b"]
+
+
+@both_modes
+def test_undefined_gradients_among_defined_ones(trio: Cluster, mode: Mode) -> None:
+    def program(call: Call) -> Tensor:
+        one, other = WEIGHTS["a"], WEIGHTS["another of a"]
+        return torch.stack([call("b", halfway, n, one * n, other.exp()) for n in range(1, 9)]).pow(2).sum()
+
+    check(trio, program, mode)
+
+
+# --- what waits and what does not -------------------------------------------------------------------------------
+
+
+def scaled(number: int, tensor: Tensor) -> Tensor:
+    return tensor * number
+
+
+def check_sizes(workers: Cluster, sizes: list[int]) -> list[Sent]:
+    """Calls with tensors of these sizes, one after the other; torch's engine comes to the last one first."""
+    with autograd.context() as context_id:
+        leaves = [torch.rand(size).requires_grad_() for size in sizes]
+        results = [rpc.rpc_sync("b", scaled, (n, leaf)) for n, leaf in enumerate(leaves, 1)]
+        weights = [torch.rand(size) for size in sizes]
+        loss = torch.cat([result * weight for result, weight in zip(results, weights, strict=True)]).sum()
+        with notes_of(workers) as sent:
+            autograd.backward(context_id, [loss])
+        found = autograd.get_gradients(context_id)
+        for n, (leaf, weight) in enumerate(zip(leaves, weights, strict=True), 1):
+            torch.testing.assert_close(found[leaf], weight * n)
+    return sent
+
+
+SMALL, BIG = 4, 1 << 18  # floats: 1 MB
+
+
+def test_big_gradients_leave_at_once(trio: Cluster) -> None:
+    sent = check_sizes(trio, [BIG] * 4)
+    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [1] * 4
+
+
+def test_a_big_gradient_takes_along_what_waits_for_the_same_worker(trio: Cluster) -> None:
+    sent = check_sizes(trio, [SMALL, SMALL, BIG, SMALL, SMALL, SMALL])
+    assert letters(sent, "a", "b") == [4, 2]
+
+
+def test_gradients_leave_at_once_where_something_is_computed_after_them(trio: Cluster) -> None:
+    def program(call: Call) -> Tensor:
+        first = call("b", branch, "b", 1, WEIGHTS["a"])
+        between = first.exp()
+        second = call("b", branch, "b", 2, WEIGHTS["another of a"])
+        return (between * second).sum()
+
+    sent = check(trio, program)
+    assert letters(sent, "a", "b") == [1, 1]
+
+
+@both_modes
+def test_forty_calls_need_more_than_one_letter(trio: Cluster, mode: Mode) -> None:
+    sent = check(trio, lambda call: fan_out(call, 40), mode)
+    assert letters(sent, "a", "b") == [32, 8]
+    back = letters(sent, "b", "a")
+    assert sum(back) == 40
+    assert max(back) <= 32
+
+
+@both_modes
+def test_forty_calls_at_once(trio: Cluster, mode: Mode) -> None:
+    def at_once(call: Call) -> Tensor:
+        shared = WEIGHTS["a"].exp()
+        if call is locally:
+            results = [branch("b", number, shared) for number in range(1, 41)]
+        else:
+            futures = [rpc.rpc_async("b", branch, ("b", number, shared)) for number in range(1, 41)]
+            results = [future.wait() for future in futures]
+        return torch.stack(results).pow(2).sum()
+
+    check(trio, at_once, mode)
+
+
+def inner_fan_out(where: str, number: int, tensor: Tensor) -> Tensor:
+    results = [rpc.rpc_sync("c", branch, ("c", each, tensor * WEIGHTS[where])) for each in range(1, 4)]
+    return torch.stack(results).prod(0) * number
+
+
+def local_inner(where: str, number: int, tensor: Tensor) -> Tensor:
+    return torch.stack([branch("c", each, tensor * WEIGHTS[where]) for each in range(1, 4)]).prod(0) * number
+
+
+@both_modes
+def test_a_fan_out_of_fan_outs(trio: Cluster, mode: Mode) -> None:
+    check(trio, lambda call: fan_out(call, 5, local_inner if call is locally else inner_fan_out), mode)
+
+
+# --- second derivatives -----------------------------------------------------------------------------------------
+
+
+@both_modes
+def test_second_derivatives_through_a_fan_out(trio: Cluster, mode: Mode) -> None:
+    leaves = [WEIGHTS["a"], WEIGHTS["b"]]
+    first = torch.autograd.grad(fan_out(locally), leaves, create_graph=True)
+    second = torch.autograd.grad(first[0].pow(2).sum(), leaves)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [fan_out(by_sync)], create_graph=True, mode=mode)
+        found = gradients(trio, context_id)
+        torch.testing.assert_close(found, dict(zip("ab", first, strict=True)))
+        autograd.backward(context_id, [found["a"].pow(2).sum()])
+        both = {name: one + other for name, one, other in zip("ab", first, second, strict=True)}
+        torch.testing.assert_close(gradients(trio, context_id), both)
+
+
+# --- whose turn it is -------------------------------------------------------------------------------------------
+
+
+def long_branch(where: str, number: int, tensor: Tensor) -> Tensor:
+    """A unit of its own call of torch's engine, where no more than 40 nodes are few."""
+    for _ in range(50):
+        tensor = tensor + 0.01
+    return branch(where, number, tensor)
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_FEW", 40)
+
+
+def compute_for_long(gradient: Tensor) -> None:
+    begun = time.thread_time()
+    while time.thread_time() - begun < 3 * runner._LONG:
+        pass
+
+
+def long_hook(where: str, number: int, tensor: Tensor) -> Tensor:
+    result = branch(where, number, tensor)
+    result.register_hook(compute_for_long)
+    return result
+
+
+def long_hook_alone(where: str, number: int, tensor: Tensor) -> Tensor:
+    result = long_branch(where, number, tensor)
+    result.register_hook(compute_for_long)
+    return result
+
+
+def any_kind(where: str, number: int, tensor: Tensor) -> Tensor:
+    return [branch, long_branch, long_hook, long_hook_alone][number % 4](where, number, tensor)
+
+
+@both_modes
+@pytest.mark.parametrize("function", [long_branch, long_hook, long_hook_alone, any_kind])
+@pytest.mark.usefixtures("few")
+def test_units_that_take_long(trio: Cluster, function: Any, mode: Mode) -> None:
+    check(trio, lambda call: fan_out(call, 8, function), mode)
+
+
+@pytest.mark.usefixtures("few")
+def test_units_that_are_not_quick_run_alone(trio: Cluster, engine_calls: list[str]) -> None:
+    check(trio, lambda call: fan_out(call, 8, long_branch))
+    assert len(engine_calls) == 1 + 8 + 1
+
+
+class Clocks:
+    """The runner's: each look at one of them finds that so many seconds have gone by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wall: int = 0, cpu: int = 0) -> None:
+        looks = itertools.count()
+        monkeypatch.setattr(
+            runner,
+            "time",
+            SimpleNamespace(monotonic=lambda: wall * next(looks), thread_time=lambda: cpu * next(looks)),
+        )
+
+
+class Meeting:
+    """A hook after whose first call the others must run at the same time."""
+
+    def __init__(self, others: int) -> None:
+        self.numbers = itertools.count()
+        self.barrier = threading.Barrier(others)
+
+    def __call__(self, gradient: Tensor) -> None:
+        if next(self.numbers):
+            self.barrier.wait(PATIENCE / 2)
+
+
+MEETINGS: list[Meeting] = []
+
+
+def meeting(where: str, number: int, tensor: Tensor) -> Tensor:
+    result = long_branch(where, number, tensor)
+    if tensor.grad_fn is not None and MEETINGS:
+        result.register_hook(MEETINGS[-1])
+    return result
+
+
+@pytest.mark.usefixtures("few")
+def test_after_a_unit_that_took_long_others_get_what_is_left(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = local_gradients(lambda call: fan_out(call, 3, meeting))
+    Clocks(monkeypatch, cpu=1)
+    MEETINGS.append(Meeting(2))
+    try:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [fan_out(by_sync, 3, meeting)])
+            torch.testing.assert_close(gradients(trio, context_id), expected)
+    finally:
+        MEETINGS.clear()
+
+
+@pytest.mark.usefixtures("few")
+def test_units_that_take_no_time_run_one_after_the_other_on_one_thread(
+    trio: Cluster, engine_calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clocks(monkeypatch)
+    check(trio, lambda call: fan_out(call, 8, long_branch))
+    mine = [name for name in engine_calls if name.startswith("telegrad-b")]
+    assert len(mine) == 8
+    assert len(set(mine)) == 1
+
+
+class Script:
+    """A runner whose units do nothing but leave a gradient for a worker; what it sends, and when."""
+
+    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.happened: list[str] = []
+        self._runner = worker.autograd._runner
+        monkeypatch.setattr(self._runner, "_run", self._run)
+        monkeypatch.setattr(worker.agent, "post", self._post)
+        monkeypatch.setattr(worker.agent.pool, "submit", lambda work: self.happened.append("shared"))
+
+    def _run(self, turn: Turn, jobs: list[Job]) -> None:
+        letter = turn.letters.setdefault(7, Letter(True, Bundle(Route(7))))
+        for job in jobs:
+            letter.add(job.sources[0], {0: None})
+        self.happened.append(f"ran {', '.join(str(job.sources[0]) for job in jobs)}")
+
+    def _post(self, to: int, payload: Gradients, tensors: Any) -> bool:
+        self.happened.append(f"sent {', '.join(str(message[0]) for message in payload.messages)}")
+        return True
+
+    def take(self, *jobs: Job) -> list[str]:
+        self._runner.carry_out(a_pass(), [], jobs)
+        return self.happened
+
+    def wait_in(self, turn: Turn, job: Job, message_id: int) -> Any:
+        """What a send does whose gradient has not come, after the turn has run another unit."""
+        self._run(turn, [a_job(3)])
+        return self._runner.gradient_for(turn, job, message_id, 0)
+
+
+def a_pass() -> Pass:
+    return Pass(1, PassHead(GlobalId(0, 1), 5, False, False, False, 1), Context(5), str)
+
+
+def a_job(number: int, quick: bool = True) -> Job:
+    """Nothing has come for it, so it runs alone."""
+    return Job(Unit([number], is_quick=quick), State.RUNNING, [number])
+
+
+def test_what_quick_units_have_done_leaves_at_the_end_of_the_turn(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clocks(monkeypatch)
+    found = Script(trio["b"], monkeypatch).take(a_job(3), a_job(2), a_job(1))
+    assert found == ["ran 3", "ran 2", "ran 1", "sent 3, 2, 1"]
+
+
+def test_what_quick_units_have_done_leaves_when_the_turn_goes_on_for_long(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clocks(monkeypatch, wall=1)
+    found = Script(trio["b"], monkeypatch).take(a_job(2), a_job(1))
+    assert found == ["ran 2", "sent 2", "ran 1", "sent 1"]
+
+
+def test_what_quick_units_have_done_leaves_before_one_that_is_not(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clocks(monkeypatch)
+    found = Script(trio["b"], monkeypatch).take(a_job(3), a_job(2), a_job(1, quick=False))
+    assert found == ["ran 3", "ran 2", "sent 3, 2", "ran 1", "sent 1"]
+
+
+def test_after_a_unit_that_took_long_what_is_left_is_shared_and_what_is_done_is_sent(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clocks(monkeypatch, cpu=1)
+    found = Script(trio["b"], monkeypatch).take(a_job(3), a_job(2), a_job(1))
+    assert found == ["ran 3", "shared", "shared", "sent 3"]
+
+
+def test_before_a_unit_waits_for_a_gradient_what_is_left_is_shared_and_what_is_done_is_sent(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For that may be what the gradient waits for."""
+    script, this, gradient = Script(trio["b"], monkeypatch), a_pass(), torch.ones(2)
+    this.local.surveyed([Unit([1, 2], is_quick=True)])
+    (job,) = this.local.jobs
+    this.local.came([1, 2])
+    join = in_thread(lambda: script.wait_in(Turn(this, [a_job(4)]), job, 2))
+    assert eventually(lambda: script.happened == ["ran 3", "shared", "sent 3"]), script.happened
+    assert job.state is State.BLOCKED
+    with this.lock:
+        this.gradients[2] = {0: gradient}
+        this.tell()
+    assert join() is gradient
+
+
+CAME = threading.Event()
+
+
+def wait_until_it_came(gradient: Tensor) -> None:
+    assert CAME.wait(PATIENCE / 2), "what the turn had done before has not left"
+
+
+def waiting(where: str, number: int, tensor: Tensor) -> Tensor:
+    result = long_branch(where, number, tensor)
+    result.register_hook(wait_until_it_came)
+    return result
+
+
+@pytest.mark.usefixtures("few")
+def test_what_a_turn_has_done_does_not_wait_for_a_unit_that_is_not_quick(trio: Cluster) -> None:
+    """Here it waits for what another's gradient causes on the other side."""
+    CAME.clear()
+    one, other = WEIGHTS["a"], WEIGHTS["another of a"]
+    with autograd.context() as context_id:
+        there = other.exp()
+        there.register_hook(lambda gradient: CAME.set())
+        results = [rpc.rpc_sync("b", waiting, ("b", 1, one)), rpc.rpc_sync("b", branch, ("b", 2, there))]
+        with notes_of(trio) as sent:
+            autograd.backward(context_id, [torch.stack(results).sum()])
+    assert letters(sent, "a", "b") == [2], "both came at once, the newer one first"
+    assert letters(sent, "b", "a") == [1, 1]
+
+
+GOT_IT = threading.Event()
+
+
+def with_sign(tensor: Tensor) -> Tensor:
+    result = tensor * WEIGHTS["c"]
+    result.register_hook(lambda gradient: GOT_IT.set())
+    return result
+
+
+def got_it() -> bool:
+    return GOT_IT.wait(1.0)
+
+
+def test_what_a_turn_has_done_leaves_before_a_hook_waits_for_another_worker(trio: Cluster) -> None:
+    """Locally the newer call's branch has run by then."""
+
+    def program(call: Call) -> Tensor:
+        GOT_IT.clear()
+        older, newer = call("b", branch, "b", 1, WEIGHTS["a"]), call("c", with_sign, WEIGHTS["another of a"])
+        older.register_hook(lambda gradient: answers.append(call("c", got_it)))
+        return (older + newer).sum()
+
+    answers: list[bool] = []
+    check(trio, program)
+    assert answers == [True, True]
+
+
+# --- whose memory it is -----------------------------------------------------------------------------------------
+
+BUFFER = torch.zeros(3, dtype=torch.float64)
+
+
+class Recycling(torch.autograd.Function):
+    """Returns its gradients in the same memory each time."""
+
+    @staticmethod
+    def forward(ctx: Any, number: int, one: Tensor, other: Tensor) -> Tensor:
+        ctx.number = number
+        return one * number + other * number
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        torch.mul(gradient, ctx.number, out=BUFFER)
+        return None, BUFFER, BUFFER
+
+
+def recycling(number: int, one: Tensor, other: Tensor) -> Tensor:
+    return Recycling.apply(number, one, other)
+
+
+def renumber(worker: Worker, context_id: int, threads: int) -> None:
+    """As if so many threads had served the calls, in turns.
+
+    Of the nodes that are ready torch's engine runs the one with the highest number, and each thread counts on its own.
+    """
+    numbers = [itertools.count(1) for _ in range(threads)]
+    context = worker.autograd.registry.find(context_id)
+    assert context is not None
+    for send, counter in zip(context.sends.values(), itertools.cycle(numbers), strict=False):
+        (top,) = send.parts
+        function: Any = top.next_functions[0][0]
+        recvs = [node for node, _ in function.next_functions if node is not None]
+        for node in (*recvs, function, top):
+            node._set_sequence_nr(next(counter))
+
+
+def check_recycling(workers: Cluster, threads: int, mode: Mode) -> None:
+    def program(call: Call) -> Tensor:
+        one, other = WEIGHTS["a"], WEIGHTS["another of a"]
+        results = [call("b", recycling, number, one * number, other.exp()) for number in range(1, 9)]
+        return torch.stack(results).pow(2).sum()
+
+    expected = local_gradients(program)
+    with autograd.context() as context_id:
+        loss = program(by_sync)
+        renumber(workers["b"], context_id, threads)
+        autograd.backward(context_id, [loss], mode=mode)
+        BUFFER.zero_()
+        torch.testing.assert_close(gradients(workers, context_id), expected)
+
+
+@both_modes
+def test_a_gradient_leaves_as_it_was_when_it_was_computed(trio: Cluster, engine_calls: list[str], mode: Mode) -> None:
+    """A custom function may use the memory of what it returned again, once that has been taken."""
+    check_recycling(trio, 1, mode)
+    assert len(engine_calls) == 3
+
+
+@both_modes
+def test_a_gradient_leaves_as_it_was_when_it_was_computed_whichever_thread_served_the_call(
+    trio: Cluster, mode: Mode
+) -> None:
+    check_recycling(trio, 8, mode)
+
+
+def big_recycling(number: int, tensor: Tensor) -> Tensor:
+    return BigRecycling.apply(number, tensor)
+
+
+BIG_BUFFER = torch.zeros(BIG)
+
+
+class BigRecycling(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, tensor: Tensor) -> Tensor:
+        ctx.number = number
+        return tensor * number
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None, torch.mul(gradient, ctx.number, out=BIG_BUFFER)
+
+
+def test_a_big_gradient_leaves_as_it_was_when_it_was_computed(trio: Cluster) -> None:
+    with autograd.context() as context_id:
+        leaves = [torch.ones(BIG).requires_grad_() for _ in range(4)]
+        loss = torch.zeros(())
+        for number, leaf in enumerate(leaves, 1):  # each received just before it is used: so here, too, it leaves first
+            loss = loss + big_recycling(number, rpc.rpc_sync("b", scaled, (1, leaf))).sum()
+        autograd.backward(context_id, [loss])
+        BIG_BUFFER.zero_()
+        found = autograd.get_gradients(context_id)
+        assert [found[leaf].unique().tolist() for leaf in leaves] == [[1.0], [2.0], [3.0], [4.0]]
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+def bad_hook(gradient: Tensor) -> None:
+    raise ZeroDivisionError("no gradient today")
+
+
+def bad_branch(where: str, number: int, tensor: Tensor) -> Tensor:
+    result = branch(where, number, tensor)
+    if number == 3:
+        result.register_hook(bad_hook)
+    return result
+
+
+def bad_long_branch(where: str, number: int, tensor: Tensor) -> Tensor:
+    result = long_branch(where, number, tensor)
+    if number == 3:
+        result.register_hook(bad_hook)
+    return result
+
+
+def assert_bad(workers: Cluster, function: Any, mode: Mode) -> list[Sent]:
+    """Fails, leaves nothing behind, and does no harm to the next context."""
+    with autograd.context() as context_id:
+        loss = fan_out(by_sync, 8, function)
+        with notes_of(workers) as sent:
+            with pytest.raises(ZeroDivisionError, match=r"(?s)no gradient today.*This was raised on worker 'b':"):
+                autograd.backward(context_id, [loss], mode=mode)
+        for worker in workers:
+            assert eventually(lambda name=worker.name: known_on(workers, name)["passes"] == []), worker.name
+        assert not gradients(workers, context_id).keys() & {"a"}
+    assert_nothing_left(workers)
+    check(workers, fan_out, mode)
+    return sent
+
+
+@both_modes
+def test_a_hook_that_raises_in_one_of_the_units_that_run_together(trio: Cluster, mode: Mode) -> None:
+    sent = assert_bad(trio, bad_branch, mode)
+    assert letters(sent, "a", "b") == [8]
+    assert letters(sent, "b", "a") == [], "what others of them computed before does not leave any more"
+
+
+@both_modes
+@pytest.mark.usefixtures("few")
+def test_a_hook_that_raises_in_one_of_the_units_of_a_turn(trio: Cluster, mode: Mode) -> None:
+    assert_bad(trio, bad_long_branch, mode)
+
+
+@both_modes
+def test_a_hook_that_raises_in_what_many_calls_have_in_common(trio: Cluster, mode: Mode) -> None:
+    with autograd.context() as context_id:
+        shared = WEIGHTS["a"].exp()
+        shared.register_hook(bad_hook)
+        loss = torch.stack([rpc.rpc_sync("b", branch, ("b", number, shared)) for number in range(1, 9)]).sum()
+        with pytest.raises(ZeroDivisionError, match=r"^no gradient today$"):
+            autograd.backward(context_id, [loss], mode=mode)
+    assert_nothing_left(trio)
+    check(trio, fan_out, mode)
+
+
+def counting_bad_branch(where: str, number: int, tensor: Tensor) -> Tensor:
+    result = long_branch(where, number, tensor)
+    result.register_hook(see(number))
+    if number == 8:
+        result.register_hook(bad_hook)
+    return result
+
+
+@both_modes
+@pytest.mark.usefixtures("few")
+def test_no_unit_of_a_turn_runs_after_one_that_failed(trio: Cluster, mode: Mode) -> None:
+    with pytest.raises(ZeroDivisionError):
+        fan_out(locally, 8, counting_bad_branch).backward()
+    assert [which for which, _ in seen()] == [8]
+    with autograd.context() as context_id:
+        loss = fan_out(by_sync, 8, counting_bad_branch)
+        with pytest.raises(ZeroDivisionError):
+            autograd.backward(context_id, [loss], mode=mode)
+    assert_nothing_left(trio)
+    assert [which for which, _ in seen()] == [8]
