@@ -56,7 +56,7 @@ class Link(Protocol):
         """From now on only the calling thread reads, with ``take``; False if another does."""
 
     def end_attending(self) -> None:
-        """May be called again, and when nobody attends."""
+        """May be called again, and when the calling thread does not attend (any more)."""
 
     def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
         """What comes within moments, for the caller to run; None if nothing does."""
@@ -98,7 +98,7 @@ class StreamLink:
         self._reader = FrameReader(codec.decode, codec.stream_sizes, allocate)
         self._drain: bool = getattr(stream, "drain", False)
         self._reading = threading.Lock()
-        self._attended = False
+        self._attendant: int | None = None  # the thread that attends
         self._sending = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
         self._spin = Spin(moves=dialled)
@@ -200,18 +200,19 @@ class StreamLink:
     def begin_attending(self) -> bool:
         if self._closed or not self._reading.acquire(blocking=False):
             return False
-        self._attended = True
+        self._attendant = threading.get_ident()
         self._pool.disarm(self._fd, self)
         return True
 
     def end_attending(self) -> None:
-        if self._attended:
-            self._attended = False
+        if self._attendant == threading.get_ident():
+            self._attendant = None
             self._reading.release()
             self._pool.arm(self._fd, self)
 
     def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
-        if self._attended and not self._closed and self._spin.look(lambda: done() or self._glance()):
+        mine = self._attendant == threading.get_ident()  # it may have let go, and another may have begun
+        if mine and not self._closed and self._spin.look(lambda: done() or self._glance()):
             return () if done() else self._receive()
         return None
 

@@ -343,12 +343,13 @@ class Pool:
         mine = deque(each for each in work if type(each) is not UserCall)
         if len(mine) < len(work):
             self.submit_all([each for each in work if type(each) is UserCall])
+        outer = getattr(self._here, "held", None)
         self._here.held = (mine, let_go)
         try:
             while mine:
                 self._run(mine.popleft())
         finally:
-            self._here.held = None
+            self._here.held = outer
 
     def progress(self) -> None:
         """Work that consists of many short pieces has done one of them: nobody need join in (rule 3)."""

@@ -7,6 +7,7 @@ what the callee computes with its own parameters may need a gradient; a message 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,16 +21,20 @@ NO_MESSAGE = 0
 
 
 class Attach:
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, is_gone: Callable[[int], bool]) -> None:
         self._registry = registry
+        self._is_gone = is_gone
         # In the order of sending, which a pass relies on: see ``local_pass``.
         self._message_ids = itertools.count(1)
 
     def outgoing(self, to: int, tensors: list[Tensor]) -> Any:
         context = current_context()
-        if context is None or context.ended or not torch.is_grad_enabled():
+        if context is None or not torch.is_grad_enabled():
             return None
+        # First this and then that look: whoever ends the context does it the other way round, so one sees the other.
         context.workers.add(to)
+        if context.ended:
+            return None
         indices = needing_gradient(tensors)
         if not indices:
             return [context.id, NO_MESSAGE, []]
@@ -42,9 +47,13 @@ class Attach:
         """Replaces the tensors that need a gradient by such with a history."""
         try:
             context_id, message_id, indices = extra
+            is_new = self._registry.find(context_id) is None
             context = self._registry.join(context_id, sender)
             if context is None:
                 return None  # it has ended meanwhile
+            if is_new and (self._is_gone(sender) or self._is_gone(context.creator)):
+                self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
+                return None
             if message_id != NO_MESSAGE:
                 recv = Recv(context_id, sender, message_id)
                 for part, index in enumerate(indices):

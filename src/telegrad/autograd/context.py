@@ -202,6 +202,11 @@ class Registry:
             context.ended = True
         return context
 
+    def forget(self, context_id: int) -> None:
+        """As if nobody had told of it."""
+        with self._lock:
+            self._known.pop(context_id, None)
+
     def of_creator(self, worker: int) -> list[int]:
         with self._lock:
             return [context_id for context_id in self._known if context_id >> _WORKER_SHIFT == worker]

@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import failure_of, rebuild
+from telegrad.agent.peers import PeerState
 from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry
 from telegrad.autograd.graph import Graveyard
@@ -66,7 +67,7 @@ class Engine:
         self._agent = agent
         self._me = agent.me.worker_id
         self.registry = Registry(self._me)
-        self.attach = Attach(self.registry)
+        self.attach = Attach(self.registry, self._is_gone)
         watch()
         leaves = Leaves()
         self.swapping = leaves.swapping
@@ -174,12 +175,15 @@ class Engine:
                 mine: Pass | None = context.passes.get(pass_id)
                 return mine  # None: it has failed, and this came late
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
-            for old in [old for old in context.passes if old[0] == root and old[1] < floor]:
-                del context.passes[old]  # they are over
+            over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]
+            ended = [context.passes.pop(old) for old in over]
             if number >= floor and pass_id not in context.passes:
                 context.passes[pass_id] = Pass(self._me, head, context, self._name)
             found: Pass | None = context.passes.get(pass_id)
-            return found
+        for each in ended:
+            if each is not None and each.is_at_work:  # it has failed, and the word of it is still on its way
+                self._abort(each, TelegradError("the pass was ended: its root has begun another"))
+        return found
 
     def reduce_rest(self, pass_id: GlobalId) -> None:
         """Asked for by the root, when the pass is over but for this."""
@@ -262,6 +266,8 @@ class Engine:
         if this is None:
             return
         with this.lock:
+            if this.error is not None:
+                return
             notes: Notes = []
             if this.plan.known:
                 notes.append((sender, PlanKnown(this.id)))
@@ -353,7 +359,7 @@ class Engine:
             if context.origin == worker:  # nobody would tell us of its end now: its creator must
                 context.origin = context.creator
                 self._agent.post(context.creator, TellMe(context.id))
-            for this in [each for each in context.passes.values() if each is not None]:
+            for this in [each for each in list(context.passes.values()) if each is not None]:
                 if this.id.created_on == worker:
                     self._abort(this, self._lost(worker))
                 elif this.waits_for(worker):
@@ -369,7 +375,7 @@ class Engine:
         context = self.registry.drop(context_id)
         if context is None:
             return
-        for this in [each for each in context.passes.values() if each is not None]:
+        for this in [each for each in list(context.passes.values()) if each is not None]:
             this.stop(TelegradError(f"context {context_id} has ended"))
         context.passes.clear()
         if context.nodes:
@@ -389,10 +395,13 @@ class Engine:
     def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
         self.drop(payload.context_id)
 
+    def _is_gone(self, worker: int) -> bool:
+        return self._agent.peer(worker).state is not PeerState.KNOWN
+
     # --- seeing it ----------------------------------------------------------------------------------------------
 
     def _name(self, worker: int) -> str:
         return repr(self._agent.peer(worker).name)
 
     def passes(self) -> Iterable[Pass]:
-        return [this for context in self.registry for this in context.passes.values() if this is not None]
+        return [this for context in self.registry for this in list(context.passes.values()) if this is not None]

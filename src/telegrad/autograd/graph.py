@@ -21,12 +21,13 @@ from typing import Any
 
 from torch.autograd.graph import Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Recv, RecvRpc
+from telegrad.autograd.functions import ANCHOR, Recv, RecvRpc, SendRpc
 
 Edge = tuple[Node | None, int]
 
 _ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
 _RECEIVE: Any = RecvRpc._backward_cls
+_SEND: Any = SendRpc._backward_cls
 
 
 @dataclass(eq=False)
@@ -120,7 +121,7 @@ def _is_quick(nodes: Collection[Any]) -> bool:
             number = node._sequence_nr()
             if newest is None or number > newest:
                 newest = number
-        elif kind is not _ACCUMULATE:
+        elif kind is not _ACCUMULATE and kind is not _SEND:
             number = node._sequence_nr()
             if oldest is None or number < oldest:
                 oldest = number

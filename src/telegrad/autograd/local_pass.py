@@ -74,6 +74,11 @@ class LocalPass:
             self.live = set(self._by_source)
 
     @property
+    def is_at_work(self) -> bool:
+        """Whether a thread is in it, or waits in it."""
+        return any(job.state in (State.CURIOUS, State.RUNNING, State.BLOCKED) for job in self.jobs)
+
+    @property
     def may_be_curious(self) -> bool:
         """Whether there is a unit that cannot run before the plan is known."""
         return self.live is None and any(len(job.unit.sources) > 1 for job in self.jobs)

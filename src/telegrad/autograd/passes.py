@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.functions import Recv
+from telegrad.autograd.functions import Recv, SendRpc
 from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
@@ -270,6 +269,11 @@ class Pass:
         metadata: Any = node._input_metadata[output]
         return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
+    @property
+    def is_at_work(self) -> bool:
+        with self.lock:
+            return self.local.is_at_work
+
     def waits_for(self, worker: int) -> bool:
         """Whether this pass cannot end without something from that worker."""
         with self.lock:
@@ -315,6 +319,24 @@ class Pass:
 
 
 _NOTHING = torch.zeros(())  # what a gate is started with
+_SEND: Any = SendRpc._backward_cls
+
+
+# Numbers that decide in which order torch's engine runs what is ready: the highest first.  Each is a function of what
+# the node is, and not of the pass, since another pass of the same context may be running the same nodes.
+_GATES_BELOW = 1 << 60
+_IN_ORDER_FROM = 1 << 61
+
+
+def _put_gates_last(unit: Unit, gates: Sequence[Any]) -> None:
+    """Lets torch's engine come to a send only when nothing else is left to do, and to the newest first."""
+    for gate in gates:
+        message_id, part = gate.sent
+        gate._set_sequence_nr(message_id << 12 | min(part, 0xFFF))
+    for node in unit.nodes:
+        number = node._sequence_nr()
+        if number < _GATES_BELOW and type(node) is not _SEND:
+            node._set_sequence_nr(number + _GATES_BELOW)  # type: ignore[attr-defined]
 
 
 def _put_in_order(units: Sequence[Unit]) -> None:
@@ -323,22 +345,8 @@ def _put_in_order(units: Sequence[Unit]) -> None:
     Their nodes may have been made by different threads, each of which counts for itself, and a function that uses the
     memory of its gradient again relies on whoever got it being done with it.
     """
-    number = itertools.count(1)
-    for unit in reversed(units):
-        for node in sorted(unit.nodes, key=lambda node: node._sequence_nr()):
-            node._set_sequence_nr(next(number))  # type: ignore[attr-defined]
-
-
-def _put_gates_last(unit: Unit, gates: Sequence[Node]) -> None:
-    """Lets torch's engine come to a send only when nothing else is left to do, and to the newest first.
-
-    Of the nodes that are ready it takes the one with the highest sequence number.
-    """
-    for number, gate in enumerate(reversed(gates), 1):
-        gate._set_sequence_nr(number)  # type: ignore[attr-defined]
-    lowest = len(gates) + 1
-    chosen = set(gates)
-    for node in unit.nodes:
-        number = node._sequence_nr()
-        if number < lowest and node not in chosen:
-            node._set_sequence_nr(number + lowest)  # type: ignore[attr-defined]
+    for unit in units:
+        first = _IN_ORDER_FROM + (min(max(unit.sources), 1 << 39) << 20)
+        nodes = [node for node in unit.nodes if type(node) is not _SEND]
+        for rank, node in enumerate(sorted(nodes, key=lambda node: node._sequence_nr())):
+            node._set_sequence_nr(first + rank)  # type: ignore[attr-defined]
