@@ -510,3 +510,49 @@ def test_what_makes_no_sense_says_so(trio: Cluster) -> None:
 def test_repr_shows_owners_and_settings(trio: Cluster) -> None:
     optimizer = DistributedOptimizer(optim.SGD, all_parameters(), lr=0.1)
     assert repr(optimizer).startswith("<DistributedOptimizer of 6 parameters (a: 2, b: 2, c: 2), [{'lr': 0.1,")
+
+
+# --- without pickle -----------------------------------------------------------------------------------------------
+
+
+@rpc.export
+def exported_forward(tensor: Tensor) -> Tensor:
+    return forward(tensor)
+
+
+@rpc.export
+def exported_parameters() -> list[rpc.RRef[Tensor]]:
+    return parameters()
+
+
+def test_torch_s_own_optimizers_need_no_pickle() -> None:
+    with cluster("a", "b", "c", timeout=PATIENCE, allow_pickle=False) as workers, workers.on("a"):
+        local = Local()
+        expected = optim.Adam(local.parameters, lr=0.1)
+        given = [rref for name in LAYERS for rref in rpc.rpc_sync(name, exported_parameters)]
+        optimizer = DistributedOptimizer(optim.Adam, given, lr=0.1)
+        for number in range(3):
+            expected.zero_grad()
+            local.loss(number).backward()
+            nn.utils.clip_grad_norm_(local.parameters, 0.5)
+            expected.step()
+            with autograd.context() as context_id:
+                tensor = forward(batch(number))
+                for name in "bc":
+                    tensor = rpc.rpc_sync(name, exported_forward, (tensor,))
+                autograd.backward(context_id, [tensor.square().mean()])
+                clip_grad_norm_(context_id, given, 0.5)
+                optimizer.step(context_id)
+        optimizer.load_state_dict(optimizer.state_dict())
+        local.assert_same()
+        del given, optimizer
+        gc.collect()
+
+
+def test_step_hooks(trio: Cluster) -> None:
+    optimizer = DistributedOptimizer(optim.SGD, all_parameters(), lr=0.1)
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    step(optimizer, 1)
+    assert seen == ["before", "after"]

@@ -1,4 +1,4 @@
-"""Several threads of one worker, each with contexts in which sources meet: all of them attend the same link at times."""
+"""Several threads of one worker, each with contexts in which sources meet: all attend the same link at times."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from telegrad.errors import UsageError
 from telegrad.optim.local import gradients_of
 from telegrad.optim.owners import ask_all, by_owner, check_context, checked, local_tensors
 from telegrad.rref.rref import RRef
+from telegrad.wire.callables import export
 
 
 def clip_grad_norm_(
@@ -63,12 +64,14 @@ def _own(context_id: int, references: Sequence[RRef[Any]]) -> list[tuple[Tensor,
     return [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
 
+@export
 def _norm(context_id: int, references: Sequence[RRef[Any]], norm_type: float) -> float:
     values = [_values(gradient) for _, gradient in _own(context_id, references)]
     norms = [torch.linalg.vector_norm(each, norm_type, dtype=_wide(each)) for each in values if each.numel()]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
 
 
+@export
 def _scale(context_id: int, references: Sequence[RRef[Any]], factor: float) -> None:
     context = current_worker().autograd.registry.find(context_id)
     for parameter, gradient in _own(context_id, references):
@@ -76,6 +79,7 @@ def _scale(context_id: int, references: Sequence[RRef[Any]], factor: float) -> N
         context.set_gradient(parameter, gradient * factor)
 
 
+@export
 def _cut(context_id: int, references: Sequence[RRef[Any]], value: float) -> None:
     context = current_worker().autograd.registry.find(context_id)
     for parameter, gradient in _own(context_id, references):

@@ -7,6 +7,7 @@ the next step, so that any ``torch.optim.lr_scheduler`` can drive it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -37,7 +38,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("DistributedOptimizer was given no parameters")
         self._of_owner = by_owner(self._parameters)
         shares = {owner: _share(groups, owner) for owner in self._of_owner}
-        made = ask_all(local.make, {owner: (optimizer_class, share, args, kwargs) for owner, share in shares.items()})
+        kind = _by_name(optimizer_class)
+        made = ask_all(local.make, {owner: (kind, share, args, kwargs) for owner, share in shares.items()})
         self._locals: dict[str, RRef[LocalOptimizer]] = {owner: reference for owner, (reference, _) in made.items()}
         self.defaults, settings = next(iter(made.values()))[1]
         self.param_groups = [
@@ -46,6 +48,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._known = self._settings()  # to the owners
         self.state = {}  # type: ignore[assignment]  # it is with the owners: see state_dict
         self._kept = 0  # gradients that the owners keep for the next step
+        # What the base class would have made; its hooks of states and of loading are not offered.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
@@ -60,6 +65,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise UsageError("step() needs a context: step(context_id), or accumulate(context_id) before it")
         if context_id is not None:
             check_context(context_id)
+        for hook in list(self._optimizer_step_pre_hooks.values()):
+            hook(self, (context_id,), {})
         changes = [
             {key: value for key, value in new.items() if not _same(value, old.get(key))}
             for new, old in zip(self._settings(), self._known, strict=True)
@@ -70,6 +77,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._known, self._kept = self._settings(), 0
         if not any(counts.values()):
             raise UsageError(f"nothing to step with: no parameter has a gradient in {self._describe(context_id)}")
+        for hook in list(self._optimizer_step_post_hooks.values()):
+            hook(self, (context_id,), {})
 
     def accumulate(self, context_id: int) -> None:
         """Keeps the gradients of a context for the next step: the way to take several contexts in one step.
@@ -149,6 +158,12 @@ def _groups(given: Iterable[Any]) -> list[Group]:
         references = [item["params"]] if isinstance(item["params"], RRef) else item["params"]
         groups.append({**item, "params": checked(references, f"group {index}")})
     return groups
+
+
+def _by_name(optimizer: Any) -> Any:
+    """torch's own go by name, which needs no pickle."""
+    name = getattr(optimizer, "__name__", "")
+    return name if getattr(torch.optim, name, None) is optimizer else optimizer
 
 
 def _share(groups: Sequence[Group], owner: str) -> list[Group]:

@@ -13,6 +13,7 @@ from telegrad.autograd.context import add_up
 from telegrad.current import current_worker
 from telegrad.optim.owners import local_tensors
 from telegrad.rref.rref import RRef
+from telegrad.wire.callables import export
 
 Group = dict[str, Any]
 
@@ -112,31 +113,39 @@ def gradients_of(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor |
     return current_worker().autograd.registry.gradients_for(context_id, parameters)
 
 
-# --- called by the driver ---------------------------------------------------------------------------------------------
+# --- called by the driver; exported, so that they work without pickle -------------------------------------------------
 
 
+@export
 def make(
     optimizer: Any, groups: Sequence[Group], args: Sequence[Any], options: Group
 ) -> tuple[RRef[LocalOptimizer], tuple[Group, list[Group]]]:
+    if isinstance(optimizer, str):
+        optimizer = getattr(torch.optim, optimizer)
     local = LocalOptimizer(optimizer, groups, args, options)
     return RRef(local), local.settings
 
 
+@export
 def step(local: RRef[LocalOptimizer], context_id: int | None, changes: Sequence[Group]) -> int:
     return local.local_value().step(context_id, changes)
 
 
+@export
 def accumulate(local: RRef[LocalOptimizer], context_id: int) -> int:
     return local.local_value().accumulate(context_id)
 
 
+@export
 def forget(local: RRef[LocalOptimizer]) -> None:
     local.local_value().forget()
 
 
+@export
 def get_state(local: RRef[LocalOptimizer]) -> dict[int, Any]:
     return local.local_value().state()
 
 
+@export
 def set_state(local: RRef[LocalOptimizer], state: dict[int, Any], settings: Sequence[Group]) -> None:
     local.local_value().load(state, settings)
