@@ -61,6 +61,17 @@ LAYERS = [line.split() for line in """
     telegrad.optim.local
     telegrad.optim.clipping  telegrad.optim.distributed
     telegrad.optim
+    telegrad.nn.placement  telegrad.nn.refused
+    telegrad.nn.owner
+    telegrad.nn.remote_module
+    telegrad.nn
+    telegrad.checkpoint.problems
+    telegrad.checkpoint.plain  telegrad.checkpoint.tensors
+    telegrad.checkpoint.manifest
+    telegrad.checkpoint.folder  telegrad.checkpoint.holders
+    telegrad.checkpoint.owners  telegrad.checkpoint.things
+    telegrad.checkpoint.loading  telegrad.checkpoint.saving
+    telegrad.checkpoint
     telegrad.lines  telegrad.process
     telegrad.launch
     telegrad.cli

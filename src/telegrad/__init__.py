@@ -5,6 +5,8 @@ What a program uses::
     from telegrad import rpc      # init_rpc, rpc_sync, rpc_async, remote, RRef, shutdown: torch.distributed.rpc's names
     from telegrad import autograd # context, backward, get_gradients: torch.distributed.autograd's names
     from telegrad import optim    # DistributedOptimizer, clipping
+    from telegrad import nn       # RemoteModule
+    from telegrad import checkpoint  # save and load what lives on many workers
     from telegrad import errors   # what all of this may raise
     from telegrad import testing  # many workers in one process, and declared faults
 
@@ -20,6 +22,8 @@ What it is made of; a module imports only what stands above it::
     worker          one worker, put together
     rpc/            the public functions, the options, how the workers of a job find each other
     optim/          the optimizer over many workers
+    nn/             modules on other workers
+    checkpoint/     saves and restores all of it
     launch, cli     the ``telegrad`` command (with lines, process); demo shows it all
     testing/        workers in one process
 
@@ -36,14 +40,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from telegrad import autograd as autograd
+    from telegrad import checkpoint as checkpoint
     from telegrad import errors as errors
+    from telegrad import nn as nn
     from telegrad import optim as optim
     from telegrad import rpc as rpc
     from telegrad import testing as testing
 
     __version__: str
 
-__all__ = ["__version__", "autograd", "errors", "optim", "rpc", "testing"]
+__all__ = ["__version__", "autograd", "checkpoint", "errors", "nn", "optim", "rpc", "testing"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,15 @@
+"""Save and restore what lives on many workers.
+
+* :func:`save`: modules, optimizers, anything with a ``state_dict``; each owner writes its own part
+* :func:`load`: into the same things, wherever they live now
+* :func:`read`: the states themselves, in one process and without workers
+* :func:`latest`, :func:`steps`: what is there
+* :class:`Checkpoint`: what ``load`` tells of what it loaded; :class:`CheckpointError`: why it did not
+"""
+
+from telegrad.checkpoint.folder import latest, steps
+from telegrad.checkpoint.loading import Checkpoint, load, read
+from telegrad.checkpoint.problems import CheckpointError
+from telegrad.checkpoint.saving import save
+
+__all__ = ["Checkpoint", "CheckpointError", "latest", "load", "read", "save", "steps"]

@@ -1,0 +1,185 @@
+"""The folder that checkpoints are in, and how one comes into it: whole, or not at all.
+
+::
+
+    run/
+      step-000010/             a checkpoint: the manifest, and what the owners wrote
+      step-000020/
+      HISTORY                  their names in the order they were saved; the last one is the latest
+      .lock                    held by whoever saves
+      .saving-8c1f…/           a save under way, or one that was interrupted
+
+1. Take the lock, which the kernel gives back when its holder dies; nobody waits for it.
+2. Remove what interrupted saves left.  Every save has the lock from before its folder is made until it is renamed or
+   removed, so with the lock in hand all that is found is dead.
+3. Let the owners write into a new ``.saving-…`` folder; then the manifest; sync all.
+4. Rename the folder: from now on it is a whole checkpoint, under a name that was free.
+5. Replace ``HISTORY`` by a rename: from now on it is the latest.
+6. Remove old ones: rename them first, so that no half of one is ever found under its name.
+
+A crash before 5 leaves the latest one what it was, a crash after it leaves only something to sweep up.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from telegrad.checkpoint.manifest import MANIFEST
+from telegrad.checkpoint.tensors import sync
+from telegrad.errors import UsageError
+
+log = logging.getLogger("telegrad.checkpoint")
+
+_NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")  # the second number: this step was saved before
+_HISTORY, _LOCK, _SAVING, _REMOVING = "HISTORY", ".lock", ".saving-", ".removing-"
+
+
+def steps(path: str | os.PathLike[str]) -> list[int]:
+    """The steps that checkpoints are there of, in the order they were saved."""
+    return Folder(path).steps()
+
+
+def latest(path: str | os.PathLike[str]) -> int | None:
+    """The step that was saved last; None if there is none."""
+    found = steps(path)
+    return found[-1] if found else None
+
+
+class Folder:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        # Made absolute here, on the driver: other workers have their own home and working directory.
+        self.path = Path(os.path.abspath(os.path.expanduser(path)))
+
+    # --- what is there --------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        return list(dict.fromkeys(_step(name) for name in reversed(self._names())))[::-1]
+
+    def find(self, step: int | None) -> Path:
+        """The checkpoint of that step, or the latest one; this folder, if it is one itself."""
+        if (self.path / MANIFEST).exists():
+            if step is not None:
+                raise UsageError(f"{self.path} is one checkpoint, not a folder of them: leave out step={step}")
+            return self.path
+        names = self._names()
+        if not names:
+            raise UsageError(f"there is no checkpoint in {self.path}")
+        chosen = [name for name in names if step is None or _step(name) == step]
+        if not chosen:
+            raise UsageError(f"there is no step {step} in {self.path}: it has {', '.join(map(str, self.steps()))}")
+        return self.path / chosen[-1]
+
+    def _names(self) -> list[str]:
+        """All checkpoints, the latest last.
+
+        One that history does not know was copied here, or its save was interrupted at the end: it is there, but it is
+        not the latest.
+        """
+        try:
+            entries = os.listdir(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        there = [name for name in entries if _NAME.fullmatch(name) and (self.path / name / MANIFEST).exists()]
+        known = self._history()
+        return [*sorted(set(there) - set(known), key=_numbers), *[name for name in known if name in there]]
+
+    def _history(self) -> list[str]:
+        try:
+            return list(dict.fromkeys((self.path / _HISTORY).read_text(errors="replace").split()))
+        except FileNotFoundError:
+            return []
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def saving(self) -> Iterator[Path]:
+        """Inside, nobody else saves here; gives a new folder, which is gone after it unless it was committed."""
+        if (self.path / MANIFEST).exists():
+            raise UsageError(f"{self.path} is a checkpoint itself: save into the folder that it is in")
+        self.path.mkdir(parents=True, exist_ok=True)
+        with self._locked():
+            for entry in os.listdir(self.path):
+                if entry.startswith((_SAVING, _REMOVING)):
+                    shutil.rmtree(self.path / entry, ignore_errors=True)  # an owner may still write; then next time
+            temporary = self.path / f"{_SAVING}{secrets.token_hex(8)}"
+            temporary.mkdir()
+            try:
+                yield temporary
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+
+    def commit(self, temporary: Path, step: int, keep: int | None) -> None:
+        """Makes a folder with all files in it the latest checkpoint."""
+        before = self._names()
+        name, again = f"step-{step:06d}", 1
+        while (self.path / name).exists():
+            again += 1
+            name = f"step-{step:06d}.{again}"
+        sync(temporary)
+        os.rename(temporary, self.path / name)
+        sync(self.path)
+        history = [each for each in self._history() if each in before]
+        self._write_history([*history, name])
+        for old in before:
+            if _step(old) == step or (keep is not None and old in [*history, name][:-keep]):
+                self._remove(old)
+
+    def next_step(self) -> int:
+        return max(self.steps(), default=-1) + 1
+
+    def _write_history(self, names: list[str]) -> None:
+        new = self.path / f"{_HISTORY}.new"
+        with open(new, "w") as file:
+            file.write("".join(f"{name}\n" for name in names))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, self.path / _HISTORY)
+        sync(self.path)
+
+    def _remove(self, name: str) -> None:
+        grave = self.path / f"{_REMOVING}{secrets.token_hex(8)}"
+        try:
+            os.rename(self.path / name, grave)
+            shutil.rmtree(grave)
+        except OSError as error:  # the new one is saved, whatever becomes of this one
+            reason = str(error)  # as text: a handler may keep it, and with it all frames of the program
+            log.warning("could not remove the old checkpoint %s: %s", self.path / name, reason)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+                raise UsageError(f"{holder} is saving into {self.path} just now: one at a time") from None
+            except OSError as error:
+                raise UsageError(f"cannot lock {self.path} ({error}): save where the file system has locks") from error
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} of host {socket.gethostname()}".encode())
+            try:
+                yield
+            finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
+        finally:
+            os.close(descriptor)
+
+
+def _numbers(name: str) -> tuple[int, int]:
+    found = _NAME.fullmatch(name)
+    assert found is not None
+    return int(found[1]), int(found[2] or 1)
+
+
+def _step(name: str) -> int:
+    return _numbers(name)[0]

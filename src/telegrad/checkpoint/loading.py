@@ -1,0 +1,133 @@
+"""Loading, as the driver sees it: everything is read and compared everywhere before anything is set anywhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from telegrad.checkpoint import manifest, tensors
+from telegrad.checkpoint.folder import Folder
+from telegrad.checkpoint.holders import Target, compare_optimizer
+from telegrad.checkpoint.manifest import Manifest, Thing
+from telegrad.checkpoint.owners import ask_all, load_parts, prepare_parts
+from telegrad.checkpoint.plain import put_together, tensor_names
+from telegrad.checkpoint.problems import CheckpointError
+from telegrad.checkpoint.things import targets_of
+from telegrad.optim.distributed import DistributedOptimizer
+
+Groups = list[dict[str, Any]]
+
+
+class Checkpoint(NamedTuple):
+    """What was loaded."""
+
+    step: int
+    metadata: Any
+
+
+def load(
+    path: str | os.PathLike[str], things: Mapping[str, Any], step: int | None = None, *, timeout: float = 0.0
+) -> Checkpoint:
+    """Loads named things from a checkpoint in the folder ``path``, by default the latest; ``path`` may also be one.
+
+    They go by their names, and tensors by their keys: who had them when they were saved does not matter.  What the
+    checkpoint has beside these things is left alone.  A checkpoint that is damaged or does not fit is refused with a
+    ``CheckpointError`` that lists everything that is wrong, and nothing is touched.  Only an object's own
+    ``load_state_dict`` that raises, or a worker that dies, can come later, when others have loaded already.
+    ``timeout`` is as for ``save``.
+    """
+    targets = targets_of(things)
+    folder = Folder(path).find(step)
+    saved = manifest.read(folder)
+    problems, groups = _prepare_here(folder, saved, things)
+    asked = {
+        owner: (
+            str(folder),
+            saved.files,
+            [(target, _part(target, saved.things[target.name])) for target in mine if target.name not in problems],
+        )
+        for owner, mine in targets.items()
+    }
+    answers = ask_all(prepare_parts, asked, timeout)
+    found = [problem for wrong in problems.values() for problem in wrong]
+    found += [problem for _, wrong in answers.values() for problem in wrong]
+    if found:
+        answers.clear()  # what the owners have read is let go, even if somebody keeps the error
+        raise CheckpointError(f"cannot load {folder}, and nothing was touched", found)
+    ask_all(load_parts, {owner: (ready,) for owner, (ready, _) in answers.items()}, timeout)
+    for name, settings in groups.items():
+        _set_groups(things[name], settings)
+    return Checkpoint(saved.step, saved.metadata)
+
+
+def read(path: str | os.PathLike[str], name: str, step: int | None = None) -> Any:
+    """The state of one thing, as its ``state_dict`` gave it; needs no workers.
+
+    For a look at it, or where ``load`` is too strict: ``model.load_state_dict(read(path, "model"), strict=False)``.
+    """
+    folder = Folder(path).find(step)
+    saved = manifest.read(folder)
+    problems = _missing(name, saved)
+    if not problems:
+        thing = saved.things[name]
+        found, problems = tensors.read(folder, thing.tensors, saved.files)
+    if problems:
+        raise CheckpointError(f"cannot read {folder}", problems)
+    return put_together(thing.state, found)
+
+
+def _missing(name: str, saved: Manifest) -> list[str]:
+    return [] if name in saved.things else [f"there is no {name!r} in it, only {', '.join(map(repr, saved.things))}"]
+
+
+def _prepare_here(
+    folder: Path, saved: Manifest, things: Mapping[str, Any]
+) -> tuple[dict[str, list[str]], dict[str, Groups]]:
+    """What the driver can tell itself: problems by name, and what is set for the groups of optimizers."""
+    problems: dict[str, list[str]] = {}
+    groups: dict[str, Groups] = {}
+    for name, thing in things.items():
+        wrong = _missing(name, saved)
+        if not wrong and isinstance(thing, DistributedOptimizer):
+            wrong = compare_optimizer(name, thing, saved.things[name])
+            if not wrong:
+                settings = saved.things[name].state["param_groups"]
+                found, wrong = tensors.read(folder, _records(settings, saved.things[name]), saved.files)
+                groups[name] = [] if wrong else put_together(settings, found)
+        if wrong:
+            problems[name] = wrong
+    return problems, groups
+
+
+def _part(target: Target, thing: Thing) -> Thing:
+    """What one owner needs."""
+    if target.share is None:
+        return thing
+    numbers = target.share.numbers
+    states = thing.state["state"]
+    state = {
+        "state": {place: states[number] for place, number in enumerate(numbers) if number in states},
+        "param_groups": thing.state["param_groups"],
+    }
+    return msgspec.structs.replace(
+        thing,
+        state=state,
+        tensors=_records(state, thing),
+        parameters=[thing.parameters[number] for number in numbers],
+    )
+
+
+def _records(state: Any, thing: Thing) -> dict[str, tensors.TensorRecord]:
+    needed: Iterable[str] = dict.fromkeys(tensor_names(state))
+    return {name: thing.tensors[name] for name in needed}
+
+
+def _set_groups(optimizer: DistributedOptimizer, groups: Groups) -> None:
+    """The owners have them already; the parameters stay the driver's own."""
+    optimizer.param_groups = [
+        {**settings, "params": group["params"]} for group, settings in zip(optimizer.param_groups, groups, strict=True)
+    ]

@@ -1,0 +1,147 @@
+"""What runs on the owners, and asking all of them at once.
+
+Failures that can be foreseen travel as text, so that the driver can list those of all owners: a disk that is full, a
+folder that is not there, a model that does not fit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError
+
+from telegrad.agent.futures import Future
+from telegrad.checkpoint.holders import Holder, Target, holder_of
+from telegrad.checkpoint.manifest import Thing
+from telegrad.checkpoint.plain import Parts, put_together
+from telegrad.checkpoint.tensors import read, unfit, write
+from telegrad.current import current_worker
+from telegrad.errors import UsageError, WorkersFailedError
+from telegrad.rpc.api import rpc_async
+from telegrad.rref.rref import RRef
+
+
+def ask_all(function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout: float) -> dict[str, Any]:
+    """Calls it on all these workers at once, and waits for all; the errors of all come out as one."""
+    futures: dict[str, Future] = {}
+    results: dict[str, Any] = {}
+    errors: dict[str, Exception] = {}
+    for worker, args in arguments.items():
+        futures[worker] = rpc_async(worker, function, args=args, timeout=timeout)
+    for worker, future in futures.items():
+        try:
+            results[worker] = future.wait()
+        except Exception as error:
+            errors[worker] = error
+    if len(errors) == 1:
+        raise next(iter(errors.values()))
+    if errors:
+        raise WorkersFailedError(errors)
+    return results
+
+
+def _holders(targets: Sequence[Target]) -> tuple[list[tuple[Target, Holder]], list[str]]:
+    """Of these, and what has none."""
+    found, problems = [], []
+    for target in targets:
+        try:
+            found.append((target, holder_of(target)))
+        except UsageError as error:
+            problems.append(str(error))
+    return found, problems
+
+
+# --- saving -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Written:
+    """What an owner has written of one thing."""
+
+    thing: Thing
+    file: str
+    size: int  # 0: it has no tensors, and there is no file
+
+
+def write_parts(folder: str, targets: Sequence[Target]) -> tuple[list[Written], list[str]]:
+    """Writes this worker's parts, one file for each."""
+    worker = current_worker()
+    if not os.path.isdir(folder):
+        return [], [_unseen(folder)]
+    holders, problems = _holders(targets)
+    with worker.autograd.swapping:  # no step of an optimizer changes anything meanwhile
+        taken, more = _take(holders)
+        problems += more
+        try:
+            if not problems:
+                return [_write(Path(folder), *each) for each in taken], []
+        except (OSError, SafetensorError) as error:
+            problems = [f"cannot write: {error}"]
+    return [], [f"worker {worker.name!r}: {problem}" for problem in problems]
+
+
+def _take(holders: Sequence[tuple[Target, Holder]]) -> tuple[list[tuple[str, Thing, Parts]], list[str]]:
+    """What goes into each file, and what cannot."""
+    taken = []
+    problems: list[str] = []
+    for target, holder in holders:
+        thing, parts = holder.take(), Parts(target.name)
+        thing = msgspec.structs.replace(thing, state=parts.take_apart(thing.state))
+        problems += parts.problems
+        problems += [why for key, each in parts.tensors.items() if (why := unfit(f"{target.name}.{key}", each))]
+        taken.append((f"{target.name}.{current_worker().name}.safetensors", thing, parts))
+    return taken, problems
+
+
+def _write(folder: Path, file: str, thing: Thing, parts: Parts) -> Written:
+    if not parts.tensors:
+        return Written(thing, file, 0)
+    records, size = write(folder, file, parts.tensors)
+    return Written(msgspec.structs.replace(thing, tensors=records), file, size)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+class Ready:
+    """All that an owner loads: read, compared, and not yet set."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[Holder, Any, Thing]] = []
+
+    def load(self) -> None:
+        for holder, state, thing in self.loads:
+            holder.load(state, thing)
+
+
+def prepare_parts(
+    folder: str, sizes: Mapping[str, int], parts: Sequence[tuple[Target, Thing]]
+) -> tuple[RRef[Ready], list[str]]:
+    """Reads this worker's parts and compares them with what is here; touches nothing."""
+    ready = Ready()
+    if not os.path.isdir(folder):
+        return RRef(ready), [_unseen(folder)]
+    things = {target.name: thing for target, thing in parts}
+    holders, problems = _holders([target for target, _ in parts])
+    for target, holder in holders:
+        thing = things[target.name]
+        wrong = holder.compare(target.name, thing)
+        found, damaged = read(Path(folder), thing.tensors, sizes)
+        problems += wrong + damaged
+        if not problems:
+            ready.loads.append((holder, put_together(thing.state, found), thing))
+    return RRef(ready), [f"worker {current_worker().name!r}: {problem}" for problem in problems]
+
+
+def load_parts(ready: RRef[Ready]) -> None:
+    ready.local_value().load()
+
+
+def _unseen(folder: str) -> str:
+    me = current_worker().name
+    return f"worker {me!r} does not see {folder}: a checkpoint is on a file system that all workers share"

@@ -1,0 +1,120 @@
+"""Saving, as the driver sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from telegrad.checkpoint import manifest
+from telegrad.checkpoint.folder import Folder
+from telegrad.checkpoint.holders import Target
+from telegrad.checkpoint.manifest import FORMAT, Manifest, Parameter, Thing
+from telegrad.checkpoint.owners import Written, ask_all, write_parts
+from telegrad.checkpoint.plain import Parts
+from telegrad.checkpoint.problems import CheckpointError
+from telegrad.checkpoint.tensors import TensorRecord
+from telegrad.checkpoint.things import targets_of
+from telegrad.errors import UsageError
+from telegrad.optim.distributed import DistributedOptimizer
+
+T = TypeVar("T")
+
+
+def save(
+    path: str | os.PathLike[str],
+    things: Mapping[str, Any],
+    step: int | None = None,
+    metadata: Any = None,
+    *,
+    keep: int | None = None,
+    timeout: float = 0.0,
+) -> int:
+    """Saves named things into a new checkpoint in the folder ``path``; returns its step, by default the next one.
+
+    A thing is an RRef to a module, a RemoteModule, a ``DistributedOptimizer``, or anything with ``state_dict`` and
+    ``load_state_dict``, here or behind an RRef.  Each owner writes its own part, so all of them must see ``path``.
+    ``metadata`` is any plain data; ``load`` gives it back.  With ``keep``, only so many of the checkpoints saved here
+    stay, the last ones.
+
+    Call it between steps: each worker's part is consistent in itself, but only the program knows when all are.
+    Gradients, also those that ``accumulate`` keeps, are not saved.  The checkpoint is there when this returns, and if
+    it fails, at any point, the one before it still is.  ``timeout`` is how many seconds the owners may take, 0 for as
+    long as they need; a worker that dies ends it in any case.
+    """
+    _check_number("step", step, 0)
+    _check_number("keep", keep, 1)
+    targets = targets_of(things)
+    notes = Parts("metadata")
+    metadata = notes.take_apart(metadata)
+    problems = notes.problems + [f"metadata.{name} is a tensor: save it with a thing" for name in notes.tensors]
+    if problems:
+        raise CheckpointError(f"cannot save {path}", problems)
+    folder = Folder(path)
+    with folder.saving() as temporary:
+        number = folder.next_step() if step is None else step
+        answers = ask_all(write_parts, {owner: (str(temporary), mine) for owner, mine in targets.items()}, timeout)
+        problems = [problem for _, wrong in answers.values() for problem in wrong]
+        written = {owner: parts for owner, (parts, _) in answers.items()}
+        problems = problems or _check_sizes(temporary, written)
+        if problems:
+            raise CheckpointError(f"cannot save step {number} in {folder.path}", problems)
+        files = {part.file: part.size for parts in written.values() for part in parts if part.size}
+        saved = {name: _whole(name, thing, targets, written) for name, thing in things.items()}
+        manifest.write(temporary, Manifest(FORMAT, number, metadata, saved, files))
+        folder.commit(temporary, number, keep)
+    return number
+
+
+def _check_number(what: str, number: int | None, least: int) -> None:
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < least):
+        raise UsageError(f"{what} is a whole number from {least} on, not {number!r}")
+
+
+def _check_sizes(folder: Path, written: Mapping[str, list[Written]]) -> list[str]:
+    """What the owners wrote is also what is seen here."""
+    wrong = []
+    for owner, parts in written.items():
+        for part in parts:
+            try:
+                size = (folder / part.file).stat().st_size if part.size else 0
+            except FileNotFoundError:
+                wrong.append(f"worker {owner!r} wrote {part.file}, but here it is missing")
+                continue
+            if size != part.size:
+                wrong.append(f"worker {owner!r} wrote {part.size:,} bytes to {part.file}, but here it has {size:,}")
+    return wrong
+
+
+def _whole(name: str, thing: Any, targets: Mapping[str, list[Target]], written: Mapping[str, list[Written]]) -> Thing:
+    """What all owners have of one thing, as one."""
+    parts = [
+        (target, part.thing)
+        for owner, mine in targets.items()
+        for target, part in zip(mine, written[owner], strict=True)
+        if target.name == name
+    ]
+    if not isinstance(thing, DistributedOptimizer):
+        return parts[0][1]
+    state: dict[int, Any] = {}
+    records: dict[str, TensorRecord] = {}
+    parameters: dict[int, Parameter] = {}
+    groups: list[Any] = []
+    for target, part in parts:
+        assert target.share is not None
+        state |= part.state["state"]
+        groups = part.state.get("param_groups", groups)
+        records |= part.tensors
+        parameters |= zip(target.share.numbers, part.parameters, strict=True)
+    return Thing(
+        "optimizer",
+        {"state": _sorted(state), "param_groups": groups},
+        records,
+        parameters=list(_sorted(parameters).values()),
+        settings=sorted(thing.defaults),
+    )
+
+
+def _sorted(numbered: dict[int, T]) -> dict[int, T]:
+    return {number: numbered[number] for number in sorted(numbered)}
