@@ -65,7 +65,6 @@ LAYERS = [line.split() for line in """
     telegrad.nn.owner
     telegrad.nn.remote_module
     telegrad.nn
-    telegrad.checkpoint.problems
     telegrad.checkpoint.plain  telegrad.checkpoint.tensors
     telegrad.checkpoint.manifest
     telegrad.checkpoint.folder  telegrad.checkpoint.holders

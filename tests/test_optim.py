@@ -268,6 +268,18 @@ def test_a_learning_rate_that_is_changed_here_counts_there(trio: Cluster) -> Non
     local.assert_same()
 
 
+def test_a_rate_that_is_a_tensor_and_changed_in_place_counts_there(trio: Cluster) -> None:
+    local = Local()
+    expected = optim.SGD(local.parameters, lr=torch.tensor(0.1, dtype=torch.float64))
+    optimizer = DistributedOptimizer(optim.SGD, all_parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
+    for number in range(3):
+        for each in (expected, optimizer):
+            each.param_groups[0]["lr"].mul_(0.5)
+        local.step(expected, number)
+        step(optimizer, number)
+    local.assert_same()
+
+
 SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (epoch + 1)),

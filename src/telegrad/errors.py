@@ -4,6 +4,7 @@ from __future__ import annotations
 
 __all__ = [
     "AuthenticationError",
+    "CheckpointError",
     "MissingGradientError",
     "NotInitializedError",
     "ProtocolError",
@@ -62,6 +63,21 @@ class WorkersFailedError(TelegradError):
 
 class MissingGradientError(TelegradError):
     """A FAST backward found sends that nobody sent a gradient for: a result that is not used, say."""
+
+
+_PROBLEMS_SHOWN = 50  # the wrong model has thousands of wrong parameters; ``problems`` has them all
+
+
+class CheckpointError(TelegradError):
+    """A checkpoint cannot be made of what was given, is damaged, or does not fit; ``problems`` lists why.
+
+    Nothing was touched: the things are as they were, and so are the checkpoints.
+    """
+
+    def __init__(self, what: str, problems: list[str]) -> None:
+        more = [f"and {len(problems) - _PROBLEMS_SHOWN} more"] if len(problems) > _PROBLEMS_SHOWN else []
+        super().__init__("\n  ".join([f"{what}:", *problems[:_PROBLEMS_SHOWN], *more]))
+        self.problems = list(problems)
 
 
 class RendezvousError(TelegradError):

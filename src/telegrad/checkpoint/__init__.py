@@ -9,7 +9,7 @@
 
 from telegrad.checkpoint.folder import latest, steps
 from telegrad.checkpoint.loading import Checkpoint, load, read
-from telegrad.checkpoint.problems import CheckpointError
 from telegrad.checkpoint.saving import save
+from telegrad.errors import CheckpointError
 
 __all__ = ["Checkpoint", "CheckpointError", "latest", "load", "read", "save", "steps"]

@@ -13,11 +13,12 @@ from telegrad.checkpoint import manifest, tensors
 from telegrad.checkpoint.folder import Folder
 from telegrad.checkpoint.holders import Target, compare_optimizer
 from telegrad.checkpoint.manifest import Manifest, Thing
-from telegrad.checkpoint.owners import ask_all, load_parts, prepare_parts
+from telegrad.checkpoint.owners import load_parts, prepare_parts
 from telegrad.checkpoint.plain import put_together, tensor_names
-from telegrad.checkpoint.problems import CheckpointError
 from telegrad.checkpoint.things import targets_of
+from telegrad.errors import CheckpointError
 from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.owners import ask_all
 
 Groups = list[dict[str, Any]]
 

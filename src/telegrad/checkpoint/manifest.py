@@ -13,8 +13,8 @@ from typing import Any, Literal
 import msgspec
 
 from telegrad.checkpoint.plain import from_json, tensor_names, to_json
-from telegrad.checkpoint.problems import CheckpointError
 from telegrad.checkpoint.tensors import TensorRecord
+from telegrad.errors import CheckpointError
 
 FORMAT = 1  # of what this module writes; it reads all up to it
 MANIFEST = "manifest.json"

@@ -7,7 +7,7 @@ folder that is not there, a model that does not fit.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,34 +15,13 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError
 
-from telegrad.agent.futures import Future
 from telegrad.checkpoint.holders import Holder, Target, holder_of
 from telegrad.checkpoint.manifest import Thing
 from telegrad.checkpoint.plain import Parts, put_together
 from telegrad.checkpoint.tensors import read, unfit, write
 from telegrad.current import current_worker
-from telegrad.errors import UsageError, WorkersFailedError
-from telegrad.rpc.api import rpc_async
+from telegrad.errors import UsageError
 from telegrad.rref.rref import RRef
-
-
-def ask_all(function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout: float) -> dict[str, Any]:
-    """Calls it on all these workers at once, and waits for all; the errors of all come out as one."""
-    futures: dict[str, Future] = {}
-    results: dict[str, Any] = {}
-    errors: dict[str, Exception] = {}
-    for worker, args in arguments.items():
-        futures[worker] = rpc_async(worker, function, args=args, timeout=timeout)
-    for worker, future in futures.items():
-        try:
-            results[worker] = future.wait()
-        except Exception as error:
-            errors[worker] = error
-    if len(errors) == 1:
-        raise next(iter(errors.values()))
-    if errors:
-        raise WorkersFailedError(errors)
-    return results
 
 
 def _holders(targets: Sequence[Target]) -> tuple[list[tuple[Target, Holder]], list[str]]:

@@ -11,13 +11,13 @@ from telegrad.checkpoint import manifest
 from telegrad.checkpoint.folder import Folder
 from telegrad.checkpoint.holders import Target
 from telegrad.checkpoint.manifest import FORMAT, Manifest, Parameter, Thing
-from telegrad.checkpoint.owners import Written, ask_all, write_parts
+from telegrad.checkpoint.owners import Written, write_parts
 from telegrad.checkpoint.plain import Parts
-from telegrad.checkpoint.problems import CheckpointError
 from telegrad.checkpoint.tensors import TensorRecord
 from telegrad.checkpoint.things import targets_of
-from telegrad.errors import UsageError
+from telegrad.errors import CheckpointError, UsageError
 from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.owners import ask_all
 
 T = TypeVar("T")
 

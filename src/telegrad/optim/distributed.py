@@ -104,7 +104,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return f"context {context_id} (parameters {which})"
 
     def _settings(self) -> list[Group]:
-        return [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        """As they are now: a rate that is a tensor may be changed in place later."""
+        return [
+            {
+                key: value.clone() if isinstance(value, Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in self.param_groups
+        ]
 
     # --- saving and loading -------------------------------------------------------------------------------------
 
@@ -169,6 +177,10 @@ def _by_name(optimizer: Any) -> Any:
 def _share(groups: Sequence[Group], owner: str) -> list[Group]:
     """What of the groups an owner has; all groups, so that they have the same number everywhere."""
     return [{**group, "params": [rref for rref in group["params"] if rref.owner_name() == owner]} for group in groups]
+
+
+def _snapshot(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from telegrad.current import current_worker
 from telegrad.errors import UsageError, WorkersFailedError
 from telegrad.rpc.api import rpc_async
-from telegrad.rref.rref import RRef
+from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 
 
 def checked(parameters: Iterable[Any], what: str) -> list[RRef[Tensor]]:
@@ -42,9 +42,11 @@ def check_context(context_id: Any) -> None:
     current_worker().autograd.registry.check(context_id)
 
 
-def ask_all(function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+def ask_all(
+    function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout: float = UNSET_TIMEOUT
+) -> dict[str, Any]:
     """Calls it on all these workers at once, and waits for all; the errors of all come out as one."""
-    futures = {worker: rpc_async(worker, function, args=args) for worker, args in arguments.items()}
+    futures = {worker: rpc_async(worker, function, args=args, timeout=timeout) for worker, args in arguments.items()}
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
     for worker, future in futures.items():
