@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 from telegrad.agent.pool import Pool, Work
-from telegrad.agent.spin import Spin
+from telegrad.agent.spin import LONG_BUDGET, Spin
 from telegrad.errors import ProtocolError
 from telegrad.transport.base import Stream
 from telegrad.wire import codec
@@ -212,7 +212,7 @@ class StreamLink:
 
     def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
         mine = self._attendant == threading.get_ident()  # it may have let go, and another may have begun
-        if mine and not self._closed and self._spin.look(lambda: done() or self._glance()):
+        if mine and not self._closed and self._spin.look(lambda: done() or self._glance(), LONG_BUDGET):
             return () if done() else self._receive()
         return None
 

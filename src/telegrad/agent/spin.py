@@ -20,7 +20,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_BUDGET = 1e-3  # seconds: longer than a small call takes when the other side sleeps, so that both find back
+_BUDGET = 500e-6  # seconds: longer than a small call takes when the other side sleeps, so that both find back
+LONG_BUDGET = 1e-3  # for a small piece of a backward
 _SHARED = 15e-6  # a yield that takes longer means that another process ran on this core
 _CROWDED = 250e-6  # and one that takes that long, that it has much to do
 _TRIALS = 8  # vain searches in a row after which the next waits skip theirs
@@ -60,7 +61,7 @@ class Spin:
         self._stay = _STAY
         self._stay_until = 0.0  # before that, sharing a core means to sleep
 
-    def look(self, look: Callable[[], T]) -> T:
+    def look(self, look: Callable[[], T], budget: float = _BUDGET) -> T:
         """Calls ``look`` until it returns something true, or it is time to sleep."""
         found = look()
         if found or _single_core:
@@ -70,7 +71,7 @@ class Spin:
             return found
         start = _clock()
         before = start
-        while before - start < _BUDGET:
+        while before - start < budget:
             os.sched_yield()
             away = _clock() - before
             found = look()
