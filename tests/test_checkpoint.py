@@ -931,10 +931,10 @@ def test_a_save_that_fails_at_any_moment_leaves_the_one_before(
         assert checkpoint.save(path, {"bag": Bag(1)}, step=3, keep=1) == 3
         assert checkpoint.latest(path) == 3
         assert not [entry for entry in os.listdir(path) if entry.startswith((".saving", ".removing"))]
-    owners_tell = {
-        f"worker {name!r}: cannot write: [Errno 5] no {what} any more" for name in "ab" for what in CALLS[2:]
-    }
-    assert texts == {f"[Errno 5] no {what} any more" for what in CALLS[:3]} | owners_tell
+    # Both owners write at once: which of them does the call that fails is chance.
+    anyones = {re.sub(r"^worker '[ab]'", "an owner", text) for text in texts}
+    owners_tell = {f"an owner: cannot write: [Errno 5] no {what} any more" for what in CALLS[2:]}
+    assert anyones == {f"[Errno 5] no {what} any more" for what in CALLS[:3]} | owners_tell
     assert told.count(1) >= 15
     assert told == sorted(told)
     assert checkpoint.steps(path) == [2]
