@@ -3,7 +3,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench fuzz stress programs clean
+.PHONY: demo test lint bench fuzz stress programs conformance conformance-fast clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m telegrad.demo
@@ -27,6 +27,14 @@ stress: $(STAMP)
 
 programs: $(STAMP)
 	$(BIN)/python -m tests.random_programs --count 20000
+
+# PyTorch's own tests, unmodified, against telegrad.
+conformance: $(STAMP)
+	$(BIN)/python -m tests.conformance
+
+# The fixed part of them that continuous integration runs.
+conformance-fast: $(STAMP)
+	$(BIN)/python -m tests.conformance --fast --quiet
 
 # --no-deps and --no-build-isolation: the pinned files alone decide what is installed, so no other torch can slip in.
 $(STAMP): requirements.txt requirements-dev.txt pyproject.toml

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from telegrad.errors import UsageError, WorkerLostError
+from telegrad.errors import ProtocolError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId, WorkerId
 from telegrad.rref import ledger as ledger_module
 from telegrad.rref.instructions import Broken, Free, Instruction, Send
@@ -136,6 +136,39 @@ def test_user_to_owner_becomes_a_local_handle() -> None:
     a.drop(x)
     assert o.on_note(A, UserDelete(x, x)) == []
     assert o.release(x) == [Free(x)]
+
+
+def test_a_request_lends_to_the_owner_and_nothing_follows() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.lend_or_share(x, x, O)
+    assert (fork.fork_id, fork.lent) == (x, True)
+    assert o.receive(fork) == (None, [])
+    assert a.counts()["pending_children"] == 0
+    assert a.drop(x) == [Send(O, UserDelete(x, x))]  # after the answer
+    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.release(x) == [Free(x)]
+
+
+def test_a_request_to_another_than_the_owner_shares() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.lend_or_share(x, x, C)
+    assert not fork.lent
+    assert fork.fork_id != x
+
+
+def test_what_was_lent_and_not_sent_needs_nothing() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    assert a.unshare(a.lend_or_share(x, x, O)) == []
+
+
+def test_only_the_owner_can_be_lent_to() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    with pytest.raises(ProtocolError, match="lent a reference of worker 3 to worker 2"):
+        c.receive(a.lend_or_share(x, x, O))
 
 
 def test_the_owner_shares_with_itself() -> None:
@@ -458,6 +491,13 @@ class RemoteAnswered:
 
 
 @dataclass(frozen=True)
+class Answered:
+    """A request that had lent a fork."""
+
+    fork_id: GlobalId
+
+
+@dataclass(frozen=True)
 class Died:
     worker: WorkerId
 
@@ -466,7 +506,7 @@ class Died:
 class Packet:
     source: WorkerId
     to: WorkerId
-    content: RemoteCalled | RemoteAnswered | RRefFork | NotePayload | Died
+    content: RemoteCalled | RemoteAnswered | Answered | RRefFork | NotePayload | Died
     repeats: int = 2  # how often a note may come once more
 
 
@@ -491,6 +531,8 @@ class World:
         self.failed: set[GlobalId] = set()  # their RemoteCall never left
         self.late: set[GlobalId] = set()  # their RemoteCall timed out
         self.frees: Counter[GlobalId] = Counter()  # of values that had arrived
+        self.lent: Counter[GlobalId] = Counter()  # requests under way that keep the handle of this fork
+        self.kept: dict[GlobalId, Handle] = {}  # nobody else keeps these any more
         self.closing = False  # handles are dropped as they come
         self.serial = 0
 
@@ -533,8 +575,34 @@ class World:
         self.sharer[fork.fork_id] = handle.worker
         self.post(handle.worker, to, fork)
 
+    def lend(self, handle: Handle) -> None:
+        """A request to the owner takes the handle along."""
+        if handle.fork_id is None or handle.rref_id not in self.owner:
+            return
+        owner = self.owner[handle.rref_id]
+        try:
+            fork = self.ledgers[handle.worker].lend_or_share(handle.rref_id, handle.fork_id, owner)
+        except WorkerLostError:
+            assert self.killed or handle.fork_id in self.failed
+            return
+        assert fork.lent
+        assert fork.fork_id == handle.fork_id
+        self.lent[fork.fork_id] += 1
+        self.post(handle.worker, owner, fork)
+
+    def answered(self, fork_id: GlobalId, times: int = 1) -> None:
+        self.lent[fork_id] -= times
+        if not self.lent[fork_id] and fork_id in self.kept:
+            self.really_drop(self.kept.pop(fork_id))
+
     def drop(self, handle: Handle) -> None:
         self.handles.remove(handle)
+        if handle.fork_id is not None and self.lent[handle.fork_id]:
+            self.kept[handle.fork_id] = handle
+        else:
+            self.really_drop(handle)
+
+    def really_drop(self, handle: Handle) -> None:
         ledger = self.ledgers[handle.worker]
         if handle.fork_id is None:
             self.obey(handle.worker, ledger.release(handle.rref_id))
@@ -546,7 +614,7 @@ class World:
     def give_up(self, packet: Packet, never_left: bool = False) -> None:
         """The caller stops waiting (its call or the answer is still under way), or could not send a message at all."""
         match packet.content:
-            case RemoteCalled(rref_id) if never_left and rref_id not in self.late | set(self.parent.values()):
+            case RemoteCalled(rref_id) if never_left and rref_id not in {*self.late, *self.parent.values(), *self.lent}:
                 self.network.remove(packet)
                 self.failed.add(rref_id)
                 self.obey(packet.source, self.ledgers[packet.source].creation_failed(rref_id))
@@ -558,10 +626,13 @@ class World:
             case RRefFork() as fork:
                 self.network.remove(packet)
                 self.obey(packet.source, self.ledgers[packet.source].unshare(fork))
+                if fork.lent:
+                    self.answered(fork.fork_id)
 
     def kill(self, worker: WorkerId) -> None:
         self.killed.add(worker)
         self.handles = [handle for handle in self.handles if handle.worker != worker]
+        self.kept = {fork_id: handle for fork_id, handle in self.kept.items() if handle.worker != worker}
         self.network = [packet for packet in self.network if packet.to != worker]
         for other in self.alive:
             self.post(worker, other, Died(worker))
@@ -589,10 +660,21 @@ class World:
                 self.obey(packet.to, ledger.creation_confirmed(fork_id))
             case RRefFork() as fork:
                 received, instructions = ledger.receive(fork)
+                if fork.lent and packet.source not in self.killed:
+                    self.network.append(Packet(packet.to, packet.source, Answered(fork.fork_id)))
+                if fork.lent and received is not None:  # broken: only after the loss of the lender
+                    self.holder[received], self.parent[received] = packet.to, fork.fork_id
+                    self.sharer[received] = packet.source
                 self.add_handle(packet.to, fork.rref_id, received)
                 self.obey(packet.to, instructions)
+            case Answered(fork_id):
+                if self.lent[fork_id]:
+                    self.answered(fork_id)
             case Died(worker):
                 self.obey(packet.to, ledger.worker_lost(worker))
+                for fork_id in [fork_id for fork_id, times in self.lent.items() if times]:
+                    if self.holder[fork_id] == packet.to and self.owner_of_fork(fork_id) == worker:
+                        self.answered(fork_id, self.lent[fork_id])
             case note:
                 self.obey(packet.to, ledger.on_note(packet.source, note))
 
@@ -641,16 +723,18 @@ class World:
         for worker in self.alive:
             self.ledgers[worker].validate()
             repr(self.ledgers[worker])
-        for handle in self.handles:
+        for handle in (*self.handles, *self.kept.values()):
             if handle.fork_id is not None and self.ledgers[handle.worker].is_confirmed(handle.fork_id):
                 self.confirmed.add(handle.fork_id)
-        for handle in self.handles:
+        for handle in (*self.handles, *self.kept.values()):
             if handle.fork_id is None:
                 assert handle.rref_id in self.ledgers[handle.worker].owner_ids, f"{handle} has no value"
             elif self.protected(handle.fork_id):
                 assert handle.rref_id not in self.freed, f"{handle} was freed"
         for packet in self.network:
-            if isinstance(packet.content, RRefFork) and self.protected(packet.content.fork_id):
+            if not isinstance(packet.content, RRefFork) or (packet.content.lent and packet.source in self.killed):
+                continue  # what a dead worker has lent may be freed
+            if self.protected(packet.content.fork_id):
                 assert packet.content.rref_id not in self.freed, f"{packet} was freed"
         assert not self.frees or max(self.frees.values()) <= 1, f"freed twice: {self.frees}"
 
@@ -664,6 +748,7 @@ class World:
             else:
                 self.deliver(self.network[choice - len(self.handles)], again=rng.random() < 0.2)
             self.check()
+        assert not self.kept
         for worker in self.alive:
             assert self.ledgers[worker].empty, self.ledgers[worker]
         for rref_id in self.arrived:
@@ -682,6 +767,8 @@ def run_random_program(seed: int, max_kills: int, steps: int = 60) -> None:
                 world.create_local(worker)
             else:
                 world.create_remote(worker, owner)
+        elif move < 0.18 and world.handles:
+            world.lend(rng.choice(world.handles))
         elif move < 0.35 and world.handles:
             world.share(rng.choice(world.handles), rng.choice(list(world.ledgers)))
         elif move < 0.50 and world.handles:
@@ -742,6 +829,11 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS, to=st.integers(0, 2))
     def share(self, number: int, to: int) -> None:
         self.world.share(self.handle(number), WorkerId(to))
+
+    @precondition(lambda self: self.world.handles)
+    @rule(number=NUMBERS)
+    def lend(self, number: int) -> None:
+        self.world.lend(self.handle(number))
 
     @precondition(lambda self: self.world.handles)
     @rule(number=NUMBERS)

@@ -158,7 +158,7 @@ def test_a_step_is_one_call_to_each_owner(trio: Cluster) -> None:
         autograd.backward(context_id, [remote_loss(1)])
         before = trio["a"].agent.started_calls
         optimizer.step(context_id)
-        assert trio["a"].agent.started_calls == before + 3
+        assert trio["a"].agent.started_calls == before + 2  # its own part it does itself
 
 
 def test_grad_is_left_as_it_was(trio: Cluster) -> None:

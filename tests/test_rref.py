@@ -479,3 +479,61 @@ def test_without_pickle_only_exported_classes_offer_their_methods(tmp_path: Path
             ones.rpc_sync().apply_(1)
         assert not target.exists()
         del shelf, ones
+
+
+# --- lent to the owner ------------------------------------------------------------------------------------------------
+
+
+def content_of(gate: Gate, rref: rpc.RRef[Thing]) -> Any:
+    gate.pass_through()
+    return rref.local_value().content
+
+
+def test_a_call_that_takes_a_reference_to_its_owner_sends_nothing_else(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rref = rpc.remote("b", Thing, (5,))
+    assert eventually(rref.confirmed_by_owner)
+    notes: list[Any] = []
+    for worker in trio:
+        monkeypatch.setattr(worker.agent, "post", lambda to, payload: notes.append(payload))
+    assert rref.rpc_sync().get() == 5
+    assert rpc.rpc_async("b", operator.call, (rpc.RRef.is_owner, rref)).wait() is True
+    monkeypatch.undo()
+    assert notes == []
+    assert things() == 1
+
+
+@pytest.mark.parametrize("timeout", [PATIENCE, 0.05], ids=["answered", "answered too late"])
+def test_a_handle_that_a_call_took_to_the_owner_lives_until_the_answer(trio: Cluster, timeout: float) -> None:
+    gate, rref = Gate(), rpc.remote("b", Thing, (5,))
+    assert eventually(rref.confirmed_by_owner)
+    # The arguments are looked at when the function runs: keep it from running.
+    blocked = [rpc.rpc_async("b", pass_through, (other,)) for other in (Gate(), gate)]
+    future = rpc.rpc_async("b", content_of, (gate, rref), timeout=timeout)
+    del rref
+    if timeout < 1:
+        with pytest.raises(RpcTimeoutError):
+            future.wait()
+    assert things() == 1
+    assert len(trio["a"].agent._lent) == 1
+    for other in Gate._all.values():
+        other.open()
+    torch.futures.wait_all(blocked)
+    if timeout > 1:
+        assert future.wait() == 5
+    assert eventually(lambda: not trio["a"].agent._lent)
+    del future, blocked
+    assert eventually(lambda: things() == 0)
+
+
+def test_what_was_lent_to_a_worker_that_is_lost_is_let_go(trio: Cluster) -> None:
+    gate, rref = Gate(), rpc.remote("b", Thing, (5,))
+    assert eventually(rref.confirmed_by_owner)
+    future = rpc.rpc_async("b", content_of, (gate, rref))
+    gate.wait_entered()
+    trio.kill("b")
+    with pytest.raises(WorkerLostError):
+        future.wait()
+    assert not trio["a"].agent._lent
+    gate.open()

@@ -53,7 +53,7 @@ class Shared:
     number: int
     shared_with: list[int] = dataclasses.field(default_factory=list)
 
-    def __telegrad_share__(self, to):
+    def __telegrad_share__(self, to, answered):
         self.shared_with.append(to)
         return RRefFork(GlobalId(0, self.number), GlobalId(0, 1), 0, 0)
 

@@ -42,6 +42,10 @@ To = str | int | WorkerInfo
 
 
 class Worker:
+    #: What it hands out; a subclass of the worker may hand out subclasses of these, as ``telegrad.compat`` does.
+    future_type: type[Future] = Future
+    rref_type: type[RRef[Any]] = RRef
+
     def __init__(
         self,
         me: WorkerRecord,
@@ -146,7 +150,7 @@ class Worker:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
     ) -> Future:
-        future = Future()
+        future = self.future_type()
         try:
             self._start(to, func, args, kwargs, timeout, future)
         except (WorkerLostError, RpcTimeoutError) as error:
@@ -184,7 +188,7 @@ class Worker:
         self.agent.link_to(peer)  # a peer that is gone is an error here, not at to_here
         rref_id, fork_id = self.references.create_remote(peer.id)
         rref = handle(self.references, rref_id, fork_id, peer.id)
-        future = Future()
+        future = rref._creation = self.future_type()
         future.add_done_callback(lambda done: self._remote_done(fork_id, done))
         try:
             self.agent.start_call(
@@ -213,10 +217,10 @@ class Worker:
         peer = self._peer(self.id)
         name, value = _call_value(peer, func, args, kwargs)
         owned = Owned()
-        rref: RRef[Any] = RRef.__new__(RRef)
+        rref: RRef[Any] = self.rref_type.__new__(self.rref_type)
         rref._become_owner(self.references, owned)
         rref_id = rref._rref_id
-        future = Future()
+        future = rref._creation = self.future_type()
 
         def done(future: torch.futures.Future[Any]) -> None:
             try:

@@ -86,6 +86,7 @@ class Agent:
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
         self.closing = False
         self.started_calls = 0
+        self._lent: dict[int, tuple[Link, Any]] = {}  # references that a call took along, until its answer comes
         self._dial = dial
         self._lock = threading.Lock()
         self._outbox = Outbox(options.note_pause)
@@ -174,9 +175,11 @@ class Agent:
     ) -> Waiting[Ticket]:
         """Sends a request.  ``message`` makes it from its id and body."""
         link = self.link_to(peer)
-        parcel = self.bodies.pack(peer, link, value)
+        parcel = self.bodies.pack(peer, link, value, answered=True)
         waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, Ticket(link, future))
         self.started_calls += 1
+        if parcel.lent:
+            self._lent[waiting.call_id] = link, parcel.lent
         self._clock.wake_before(waiting.deadline)
         if future is not None:
             future._help = lambda wait: self.outcomes.help_future(waiting, wait)
@@ -202,6 +205,8 @@ class Agent:
             kind = type(message)
             if kind is Reply or kind is Failure:
                 waiting = self.calls.finish(message.call_id)  # type: ignore[union-attr]
+                if self._lent:
+                    self._lent.pop(message.call_id, None)  # type: ignore[union-attr]
                 if waiting is None:
                     work.append((self.outcomes.discard, link, frame))
                 elif (rest := self.outcomes.settle(waiting.ticket, frame)) is not None:
@@ -372,6 +377,9 @@ class Agent:
 
     def _fail_calls(self, peer: Peer, link: Link | None = None) -> None:
         """Ends the calls that this peer will never answer: all, or those on one link."""
+        for call_id, (way, _) in list(self._lent.items()):
+            if way is link or (link is None and way.peer_id == peer.id):
+                self._lent.pop(call_id, None)
         for waiting in self.calls.lost(peer.id, lambda ticket: link is None or ticket.link is link):
             work = self.outcomes.settle(waiting.ticket, self._gone(peer, waiting.what))
             if work is not None and self.closing:

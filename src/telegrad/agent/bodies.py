@@ -44,14 +44,17 @@ class Bodies:
         self._windows: dict[int, Window] = {}
         self._borrowed: Loans[_Borrowed] = Loans()
 
-    def pack(self, peer: Peer, link: Link, value: Any) -> values.Parcel:
-        """The link holds the parcel's slabs until the peer gives them back, or the link breaks."""
+    def pack(self, peer: Peer, link: Link, value: Any, answered: bool = False) -> values.Parcel:
+        """The link holds the parcel's slabs until the peer gives them back, or the link breaks.
+
+        ``answered``: the caller holds what the parcel lends until the answer comes.
+        """
         if self._borrowed:
             self.give_back()
         if value is None:
             extra = peer.route.outgoing(peer.id, []) if peer.route.outgoing is not None else None
             return values.EMPTY_PARCEL if extra is None else values.Parcel(Body(extra=extra))
-        parcel = values.pack(value, peer.route, codec.encode, self._shelve if link.lane_open else None)
+        parcel = values.pack(value, peer.route, codec.encode, self._shelve if link.lane_open else None, answered)
         for slab in parcel.slabs:
             link.held[slab.number] = slab
         return parcel

@@ -27,7 +27,7 @@ class Future(torch.futures.Future[Any]):
 
     def then(self, callback: Callable[[Any], Any]) -> Future:
         """As torch's; the callback belongs to the worker and the autograd context in which ``then`` was called."""
-        result = Future()
+        result = type(self)()
         around = contextvars.copy_context()
 
         def run(_: Any) -> None:

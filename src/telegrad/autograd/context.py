@@ -222,21 +222,34 @@ class Registry:
 class Entered:
     """``with Entered(...) as context_id:`` a new context, current inside.  A generator would cost twice as much."""
 
-    __slots__ = ("_context", "_leave", "_registry", "_token")
+    __slots__ = ("_context", "_leave", "_registry")
 
     def __init__(self, registry: Registry, leave: Callable[[Context], None]) -> None:
         self._registry, self._leave = registry, leave
 
     def __enter__(self) -> int:
-        if (outer := current_context()) is not None:
-            raise UsageError(f"this thread is already in context {outer.id}: contexts do not nest")
-        self._context = self._registry.new()
-        self._token = _current.set(self._context)
+        self._context = enter(self._registry)
         return self._context.id
 
     def __exit__(self, *_: object) -> None:
-        _current.reset(self._token)
+        _current.set(None)
         self._leave(self._context)
+
+
+def enter(registry: Registry) -> Context:
+    """A new context, current from now on."""
+    if (outer := current_context()) is not None:
+        raise UsageError(f"this thread is already in context {outer.id}: contexts do not nest")
+    context = registry.new()
+    _current.set(context)
+    return context
+
+
+def leave(context_id: int) -> None:
+    """That context is current no more, if it was."""
+    current = current_context()
+    if current is not None and current.id == context_id:
+        _current.set(None)
 
 
 def needing_gradient(tensors: Sequence[Tensor]) -> list[int]:

@@ -221,8 +221,8 @@ class _Passenger:
     def __init__(self, rref: RRef[nn.Module]) -> None:
         self._rref = rref
 
-    def __telegrad_share__(self, to: int) -> RRefFork:
-        return self._rref.__telegrad_share__(to)
+    def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
+        return self._rref.__telegrad_share__(to, answered)
 
     def __telegrad_unshare__(self, fork: RRefFork) -> None:
         self._rref.__telegrad_unshare__(fork)

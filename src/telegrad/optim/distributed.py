@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from telegrad.current import current_worker
 from telegrad.errors import UsageError
 from telegrad.optim import local
 from telegrad.optim.local import Group, LocalOptimizer
@@ -67,14 +69,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
             check_context(context_id)
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, (context_id,), {})
+        settings = self._settings()
         changes = [
             {key: value for key, value in new.items() if not _same(value, old.get(key))}
-            for new, old in zip(self._settings(), self._known, strict=True)
+            for new, old in zip(settings, self._known, strict=True)
         ]
         if not any(changes):
             changes = []
-        counts = ask_all(local.step, {owner: (own, context_id, changes) for owner, own in self._locals.items()})
-        self._known, self._kept = self._settings(), 0
+        others = self._locals.copy()
+        mine = others.pop(current_worker().name, None)
+        counts = ask_all(
+            local.step,
+            {owner: (own, context_id, changes) for owner, own in others.items()},
+            own=None if mine is None else partial(local.step, mine, context_id, changes),
+        )
+        self._known, self._kept = settings, 0
         if not any(counts.values()):
             raise UsageError(f"nothing to step with: no parameter has a gradient in {self._describe(context_id)}")
         for hook in list(self._optimizer_step_post_hooks.values()):
@@ -177,10 +186,6 @@ def _by_name(optimizer: Any) -> Any:
 def _share(groups: Sequence[Group], owner: str) -> list[Group]:
     """What of the groups an owner has; all groups, so that they have the same number everywhere."""
     return [{**group, "params": [rref for rref in group["params"] if rref.owner_name() == owner]} for group in groups]
-
-
-def _snapshot(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
 
 
 def _same(one: Any, other: Any) -> bool:

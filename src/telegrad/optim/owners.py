@@ -43,15 +43,24 @@ def check_context(context_id: Any) -> None:
 
 
 def ask_all(
-    function: Callable[..., Any], arguments: Mapping[str, tuple[Any, ...]], timeout: float = UNSET_TIMEOUT
+    function: Callable[..., Any],
+    arguments: Mapping[str, tuple[Any, ...]],
+    timeout: float = UNSET_TIMEOUT,
+    own: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
-    """Calls it on all these workers at once, and waits for all; the errors of all come out as one."""
+    """Calls it on all these workers at once, and waits for all; the errors of all come out as one.
+
+    ``own`` is run by this thread while the others work; its result or error is that of this worker.
+    """
     futures = {worker: rpc_async(worker, function, args=args, timeout=timeout) for worker, args in arguments.items()}
+    waits: dict[str, Callable[[], Any]] = {worker: future.wait for worker, future in futures.items()}
+    if own is not None:
+        waits = {current_worker().name: own, **waits}
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    for worker, future in futures.items():
+    for worker, wait in waits.items():
         try:
-            results[worker] = future.wait()
+            results[worker] = wait()
         except Exception as error:
             errors[worker] = error
     if len(errors) == 1:

@@ -162,7 +162,7 @@ def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, 
             heartbeat=options.heartbeat,
             world_size=meeting.world_size or 0,
         )
-        worker = Worker(
+        worker = options.worker_type(
             me,
             AgentOptions(options.num_worker_threads, options.rpc_timeout, options.heartbeat, options.allow_pickle),
             network.dial,
@@ -292,7 +292,7 @@ def debug_info() -> dict[str, Any]:
         "calls": repr(worker.agent.calls),
         "pool": repr(worker.agent.pool),
         "peers": [repr(peer) for peer in worker.agent.peers],
-        "references": worker.references.ledger.counts(),
+        "references": worker.references.counts(),
         "buffers": repr(worker.agent.bodies.buffers),
     }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from telegrad.errors import UsageError
+from telegrad.worker import Worker
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_THREADS = 16
@@ -42,6 +43,9 @@ class RpcBackendOptions:
     * ``allow_pickle``: False leaves plain data, tensors and functions registered with ``@rpc.export``.
     * ``allow_cloudpickle``: whether lambdas, and functions of a main program that the others do not run, may be sent.
     """
+
+    #: What ``init_rpc`` makes; a subclass of the options may name a subclass of the worker.
+    worker_type: type[Worker] = Worker
 
     def __init__(
         self,

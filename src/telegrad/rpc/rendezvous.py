@@ -63,6 +63,13 @@ class Meeting:
                 f"the name {self.name!r} is already taken by rank {holder}: every worker needs its own"
             )
         self._claimed.append(f"name/{self.name}")
+        mine = "open" if self.world_size is None else "closed"
+        theirs = self._once("size", mine)
+        if theirs != mine:
+            raise RendezvousError(
+                f"other workers of this job were given {'no' if theirs == 'open' else 'a'} world size, and this one "
+                f"{'a' if theirs == 'open' else 'none'}: give all the same, or none to any"
+            )
 
     def give_up(self, reason: str) -> None:
         """Frees what was claimed, for another try, and tells those who wait for this rank why it did not come."""

@@ -22,7 +22,8 @@ User A gives a reference to user C; the owner is O::
         |                              |------- 12 UserDelete ------->| 13 uncounts, frees (G1)
 
 When the owner itself shares, it counts the fork in step 1 and the child is born confirmed.  When it is the receiver,
-step 3 counts a local handle and step 8 follows at once.
+step 3 counts a local handle and step 8 follows at once.  In a request, which is answered, there is less to do: A
+*lends* its own fork, and keeps its handle until the answer comes, or O is lost.  Then nothing follows step 3.
 
 ``remote()`` names the value and its first fork with one id, before the owner knows of either.  Notes may overtake the
 RemoteCall, and two rules keep the count exact.  A fork of a value that has yet to come makes the owner *expect* it: the
@@ -109,6 +110,10 @@ class Ledger:
         self._forks[rref_id] = _Fork(rref_id, owner)
         return rref_id, rref_id
 
+    def leave_out_id(self) -> None:
+        """The next number is for nobody."""
+        self._ids.next()
+
     def creation_confirmed(self, fork_id: GlobalId) -> list[Instruction]:
         """The RemoteCall was answered, so the owner counts our fork."""
         return self._step(fork_id, _E.CONFIRM)
@@ -181,8 +186,20 @@ class Ledger:
         self._children[child] = _Child(fork_id, to)
         return RRefFork(rref_id, child, fork.owner, self._me, type_name)
 
+    def lend_or_share(self, rref_id: GlobalId, fork_id: GlobalId, to: WorkerId, type_name: str = "") -> RRefFork:
+        """As ``share``, on a user, for a request to ``to``: whoever sends it keeps the handle until it is answered."""
+        fork = self._forks.get(fork_id)
+        if fork is None or fork.owner != to:
+            return self.share(rref_id, fork_id, to, type_name)
+        self._check_alive(to, "share")
+        self._step(fork_id, _E.SHARE)
+        fork.shared = True
+        return RRefFork(rref_id, fork_id, to, self._me, type_name, lent=True)
+
     def unshare(self, fork: RRefFork) -> list[Instruction]:
         """The message with that fork could not be sent at all, so nobody will receive it."""
+        if fork.lent:
+            return []
         if fork.owner == self._me:
             return self._uncount(fork.rref_id, fork.fork_id)
         return self._child_settled(fork.fork_id)
@@ -195,6 +212,8 @@ class Ledger:
         """
         if fork.owner == self._me:
             return self._receive_own(fork)
+        if fork.lent:
+            raise ProtocolError(f"worker {fork.parent} lent a reference of worker {fork.owner} to worker {self._me}")
         if fork.fork_id in self._forks:
             return fork.fork_id, []
         owner, parent = WorkerId(fork.owner), WorkerId(fork.parent)
@@ -207,12 +226,14 @@ class Ledger:
         return fork.fork_id, [Send(owner, ForkRequest(fork.rref_id, fork.fork_id))]
 
     def _receive_own(self, fork: RRefFork) -> tuple[GlobalId | None, list[Instruction]]:
-        told = self._tell_parent(WorkerId(fork.parent), fork.fork_id)
+        told = [] if fork.lent else self._tell_parent(WorkerId(fork.parent), fork.fork_id)
         value = self._known_or_expected(fork.rref_id)
         if value is None:  # the parent was lost, and the value freed: a handle that is broken from the start
-            self._forks[fork.fork_id] = _Fork(fork.rref_id, self._me, state=_S.BROKEN)
-            return fork.fork_id, [*told, Broken(fork.fork_id)]
-        value.forks.pop(fork.fork_id, None)  # we sent it to ourselves
+            fork_id = self._ids.next() if fork.lent else fork.fork_id
+            self._forks[fork_id] = _Fork(fork.rref_id, self._me, state=_S.BROKEN)
+            return fork_id, [*told, Broken(fork_id)]
+        if not fork.lent:
+            value.forks.pop(fork.fork_id, None)  # we sent it to ourselves
         value.handles += 1
         return None, told
 
@@ -376,6 +397,10 @@ class Ledger:
         fork = self._forks.get(fork_id)
         return fork is not None and fork.state in (_S.CONFIRMED, _S.CLOSING)
 
+    def held(self) -> list[GlobalId]:
+        """The forks that this worker has handles of."""
+        return [fork_id for fork_id in self._forks if self.is_held(fork_id)]
+
     def is_held(self, fork_id: GlobalId) -> bool:
         """Whether there is a handle of this fork here."""
         fork = self._forks.get(fork_id)
@@ -399,6 +424,7 @@ class Ledger:
         """How much of everything there is, for the debug view."""
         return {
             "values": len(self._values),
+            "values_with_forks": sum(bool(value.forks) for value in self._values.values()),
             "local_handles": sum(value.handles for value in self._values.values()),
             "forks_counted": sum(len(value.forks) for value in self._values.values()),
             "user_forks": len(self._forks),

@@ -94,6 +94,7 @@ class References:
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, Owned] = {}
         self._dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        self._given_up: set[GlobalId] = set()
         self._lost: set[int] = set()
         agent.handlers[RemoteCall] = self._run_remote
         agent.handlers[Fetch] = self._answer_fetch
@@ -128,8 +129,11 @@ class References:
         else:
             self._obey(lambda: self.ledger.creation_failed(fork_id))
 
-    def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int) -> RRefFork:
+    def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int, answered: bool) -> RRefFork:
+        """For a message to ``to``; if that is to be ``answered``, the owner needs no fork of its own."""
         with self._lock:
+            if answered and fork_id is not None:
+                return self.ledger.lend_or_share(rref_id, fork_id, WorkerId(to))
             return self.ledger.share(rref_id, fork_id, WorkerId(to))
 
     def unshare(self, fork: RRefFork) -> None:
@@ -147,7 +151,15 @@ class References:
     # --- and letting them go ------------------------------------------------------------------------------------
 
     def drop(self, rref_id: GlobalId, fork_id: GlobalId | None) -> None:
-        """A handle was garbage collected, on any thread and under any lock: only remember it here."""
+        """A handle was garbage collected, on any thread and under any lock: often, it can only be remembered here."""
+        if fork_id is None and self._lock.acquire(blocking=False):  # not so if this very thread has it
+            try:
+                instructions = self.ledger.release(rref_id)
+            finally:
+                self._lock.release()
+            if instructions and not self.agent.closing:
+                self.agent.pool.submit((lambda orders, _: self._carry_out(orders), instructions, None))
+            return
         self._dropped.append((rref_id, fork_id))
         if not self.agent.closing:
             self.agent.pool.submit((self._let_go, None, None))
@@ -160,9 +172,17 @@ class References:
                 return  # another thread was faster
             if fork_id is None:
                 self._obey(partial(self.ledger.release, rref_id))
-            else:
+            elif fork_id not in self._given_up:
                 self._obey(partial(self.ledger.drop, fork_id))
                 self.broken.pop(fork_id, None)
+
+    def give_up_handles(self) -> None:
+        """Drops all handles on values of other workers, though they are still there: at the end of a job."""
+        with self._lock:
+            held = self.ledger.held()
+            self._given_up.update(held)
+        for fork_id in held:
+            self._obey(partial(self.ledger.drop, fork_id))
 
     # --- values -------------------------------------------------------------------------------------------------
 
@@ -254,6 +274,10 @@ class References:
                 value.set(None, WorkerLostError(f"the worker that was to make this value ({worker}) is lost"))
 
     # --- seeing it ----------------------------------------------------------------------------------------------
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return self.ledger.counts()
 
     @property
     def empty(self) -> bool:

@@ -115,10 +115,10 @@ class RRef(Generic[T]):
 
     # --- on its way -------------------------------------------------------------------------------------------
 
-    def __telegrad_share__(self, to: int) -> RRefFork:
+    def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
         if self._fork_id is not None:
             self._check_broken()
-        return self._references.share(self._rref_id, self._fork_id, to)
+        return self._references.share(self._rref_id, self._fork_id, to, answered)
 
     def __telegrad_unshare__(self, fork: RRefFork) -> None:
         self._references.unshare(fork)
@@ -170,7 +170,8 @@ def receive_handle(references: References, fork: RRefFork, fork_id: GlobalId | N
 
 def handle(references: References, rref_id: GlobalId, fork_id: GlobalId | None, owner: int) -> RRef[Any]:
     """A handle for a reference that is already counted."""
-    rref: RRef[Any] = RRef.__new__(RRef)
+    kind = references.worker.rref_type
+    rref = kind.__new__(kind)
     rref._rref_id, rref._fork_id, rref._owner = rref_id, fork_id, owner
     rref._references = references
     return rref

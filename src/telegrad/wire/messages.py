@@ -67,13 +67,17 @@ class InPeer(_Record, frozen=True):
 
 
 class RRefFork(_Record, frozen=True):
-    """A reference on its way from ``parent`` to the receiver of the message."""
+    """A reference on its way from ``parent`` to the receiver of the message.
+
+    ``lent``: the receiver is the owner, and the parent keeps ``fork_id``, its own, until the message is answered.
+    """
 
     rref_id: GlobalId
     fork_id: GlobalId
     owner: int
     parent: int
     type_name: str = ""
+    lent: bool = False
 
 
 #: A buffer inside the header, the length of one that follows it, or one in memory that both see.

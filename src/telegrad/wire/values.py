@@ -43,15 +43,19 @@ class Parcel:
     body: Body = EMPTY_BODY
     stream: Sequence[memoryview] = ()
     slabs: Sequence[Slab] = ()  # must stay as they are until the receiver gives them back
+    lent: Sequence[Reference] = ()  # must not go before the answer comes
 
 
 EMPTY_PARCEL = Parcel()
 
 
-def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: Lane | None = None) -> Parcel:
+def pack(
+    value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: Lane | None = None, answered: bool = False
+) -> Parcel:
     """Turns a value into a parcel for one peer.
 
     ``encode_tree`` tries the tree, so that its failure is known here.  Big buffers go by the lane, if there is one.
+    ``answered``: it is the body of a request, so references may be lent to their owner instead of shared.
     """
     packed = Packed(lane)
     pickle_buffers: tuple[int, ...] = ()
@@ -78,9 +82,10 @@ def pack(value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: La
         pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
         metas, extra = _pack_tensors(writer.tensors, packed, route)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
-    rrefs = _share(writer.rrefs, route.to) if writer.rrefs else ()
+    rrefs = _share(writer.rrefs, route.to, answered) if writer.rrefs else ()
+    lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
     body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, rrefs, extra)  # type: ignore[arg-type]
-    return Parcel(body, packed.stream, packed.slabs)
+    return Parcel(body, packed.stream, packed.slabs, lent)
 
 
 class Bundle:
@@ -117,12 +122,12 @@ class Bundle:
         return Parcel(body, packed.stream, packed.slabs)
 
 
-def _share(references: list[Reference], to: int) -> tuple[RRefFork, ...]:
+def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFork, ...]:
     """Shares all of them or none."""
     forks: list[RRefFork] = []
     try:
         for reference in references:
-            forks.append(reference.__telegrad_share__(to))
+            forks.append(reference.__telegrad_share__(to, answered))
     except BaseException:
         for reference, fork in zip(references, forks, strict=False):
             reference.__telegrad_unshare__(fork)
