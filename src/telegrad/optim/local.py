@@ -57,7 +57,11 @@ class LocalOptimizer:
             self._kept = []
             for group, change in zip(self._optimizer.param_groups, changes, strict=False):
                 group.update(change)
-            with _in_place(self._parameters, gradients), _all_at_once(self._optimizer.param_groups, gradients):
+            sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
+            if not sparse and _only_descends(self._optimizer):
+                _descend(self._optimizer.param_groups, gradients)
+                return _count(gradients)
+            with _in_place(self._parameters, gradients), _all_at_once([] if sparse else self._optimizer.param_groups):
                 self._optimizer.step()
             return _count(gradients)
 
@@ -95,21 +99,51 @@ def _in_place(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
             parameter.grad = gradient
 
 
+def _only_descends(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step is nothing but ``parameter -= lr * gradient``, as with SGD and its defaults."""
+    return (
+        type(optimizer) is torch.optim.SGD
+        and not optimizer._optimizer_step_pre_hooks
+        and not optimizer._optimizer_step_post_hooks
+        and all(
+            group["foreach"] is None
+            and not any(group[other] for other in ("momentum", "weight_decay", "maximize", "differentiable", "fused"))
+            and not isinstance(group["lr"], Tensor)
+            for group in optimizer.param_groups
+        )
+    )
+
+
+def _descend(groups: Sequence[Group], gradients: Sequence[Tensor | None]) -> None:
+    """What torch's SGD would do, without its look at each parameter: 0.12 ms and not 0.30 for 200 small ones."""
+    start = 0
+    for group in groups:
+        parameters: list[Tensor] = group["params"]
+        own = gradients[start : start + len(parameters)]
+        start += len(parameters)
+        present = [gradient for gradient in own if gradient is not None]
+        if len(present) < len(own):
+            parameters = [
+                parameter for parameter, gradient in zip(parameters, own, strict=True) if gradient is not None
+            ]
+        if present:
+            with torch.no_grad():
+                torch._foreach_add_(parameters, present, alpha=-group["lr"])
+
+
 @contextmanager
-def _all_at_once(groups: Sequence[Group], gradients: Sequence[Tensor | None]) -> Iterator[None]:
+def _all_at_once(groups: Sequence[Group]) -> Iterator[None]:
     """Inside, optimizers update all parameters of a group with one call for each operation, where they leave it open.
 
     torch itself decides so on GPUs only, but on a CPU, too, it takes half the time: for 200 small parameters and SGD,
     0.30 ms and not 0.78.
     """
-    open_groups: list[Group] = []
-    if not any(gradient is not None and gradient.is_sparse for gradient in gradients):
-        open_groups = [
-            group
-            for group in groups
-            if group.get("foreach", False) is None
-            and not any(group.get(other) for other in ("fused", "differentiable", "capturable"))
-        ]
+    open_groups = [
+        group
+        for group in groups
+        if group.get("foreach", False) is None
+        and not any(group.get(other) for other in ("fused", "differentiable", "capturable"))
+    ]
     for group in open_groups:
         group["foreach"] = True
     try:
