@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bench.row import Case, Plan, WrongReplyError
+from bench.rows import hybrid_parts, pipeline_parts
 from bench.rows.graphs import NODES, Graph, expected, make_graph
 
 __all__ = ["LIMITS", "Limit", "answer_round_trips"]
@@ -93,11 +94,39 @@ class _PlainBackward(Case[tuple[torch.Tensor, ...]]):
                 raise WrongReplyError(f"backward {index} gave {gradient}, not {right}")
 
 
+class _PlainHybrid(Case[None]):
+    """The same steps by plain torch in one process, one trainer's part after the other."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._model = hybrid_parts.OneProcess()
+
+    def run(self, index: int) -> None:
+        self._model.step(index)
+
+    def check(self, index: int, reply: None) -> None:
+        """It is itself what others are compared with."""
+
+
+class _PlainPipeline(Case[torch.Tensor]):
+    """The same steps by plain torch in one process, one stage after the other."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._model = pipeline_parts.OneProcess()
+
+    def run(self, index: int) -> torch.Tensor:
+        return self._model.step(index)
+
+    def check(self, index: int, reply: torch.Tensor) -> None:
+        """It is itself what others are compared with."""
+
+
 LIMITS = {
     limit.name: limit
     for limit in (
         Limit("round_trip", "raw Unix-socket round trip", _RoundTrip, Plan(warmup=100, samples=400), Plan(5, 20)),
         Limit("memcpy", "memcpy into reused memory", _Memcpy, Plan(2, 8), Plan(1, 2), payload=_MEMCPY_BYTES),
         Limit("plain_backward", "plain torch.autograd.grad", _PlainBackward, Plan(warmup=3, samples=20), Plan(1, 3)),
+        Limit("plain_hybrid", "the same in one process", _PlainHybrid, Plan(warmup=5, samples=40), Plan(1, 3)),
+        Limit("plain_pipeline", "the same in one process", _PlainPipeline, Plan(warmup=5, samples=40), Plan(1, 3)),
     )
 }

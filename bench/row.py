@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["CALLEES", "CALLER", "Case", "Near", "Plan", "Point", "Row", "WrongReplyError"]
 
 CALLER = "caller"
-CALLEES = ("callee", "callee2", "callee3")
+CALLEES = ("callee", "callee2", "callee3", "callee4")
 """The workers of a side, in the order of their ranks.  Only as many callees run as the selected rows need."""
 
 ReplyT = TypeVar("ReplyT")
