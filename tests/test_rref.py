@@ -19,6 +19,7 @@ import torch
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
 from telegrad.errors import RpcTimeoutError, SerializationError, UsageError, WorkerLostError
+from telegrad.ids import GlobalId
 from telegrad.testing import Cluster, cluster
 from telegrad.wire.messages import Fetch, RemoteCall
 
@@ -479,6 +480,34 @@ def test_without_pickle_only_exported_classes_offer_their_methods(tmp_path: Path
             ones.rpc_sync().apply_(1)
         assert not target.exists()
         del shelf, ones
+
+
+def test_without_pickle_nobody_can_guess_a_reference() -> None:
+    with cluster("a", "b", allow_pickle=False) as workers, workers.on("b"):
+        secrets = [rpc.RRef(torch.ones(2)) for _ in range(3)]
+        numbers = [secret._rref_id.local_id for secret in secrets]
+        assert max(numbers) - min(numbers) > 1 << 40
+        for guess in range(3):
+            with pytest.raises(WorkerLostError, match="is gone"):
+                workers["a"].fetch(1, GlobalId(1, guess), 1.0, "a guess")
+        assert workers["a"].fetch(1, secrets[0]._rref_id, 1.0, "known").tolist() == [1, 1]
+        del secrets
+
+
+@rpc.export
+def refuse_with_a_secret_line() -> None:
+    raise ValueError("no")
+
+
+def test_without_pickle_an_error_shows_no_line_of_the_program(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster("a", "b", allow_pickle=False) as workers:
+        with pytest.raises(ValueError, match="no") as caught:
+            workers["a"].rpc_sync("b", refuse_with_a_secret_line)
+    text = str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+    assert "worker 'b'" in text
+    assert "test_rref" not in text
+    assert "raise ValueError" not in text
+    assert 'raise ValueError("no")' in caplog.text  # where it was raised
 
 
 # --- lent to the owner ------------------------------------------------------------------------------------------------

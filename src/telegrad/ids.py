@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import secrets
+from collections.abc import Callable
 from typing import NamedTuple, NewType
 
 WorkerId = NewType("WorkerId", int)
@@ -21,11 +23,16 @@ class GlobalId(NamedTuple):
 
 
 class IdSource:
-    """Hands out the global ids of one worker.  ``next`` on a counter is atomic under the GIL."""
+    """Hands out the global ids of one worker: a count, or, where nobody may guess them, chance."""
 
-    def __init__(self, worker: WorkerId) -> None:
+    def __init__(self, worker: WorkerId, guessable: bool = True) -> None:
         self._worker = worker
-        self._counter = itertools.count()
+        # Both are safe from any thread: ``next`` on a counter is atomic under the GIL.
+        self._number: Callable[[], int] = itertools.count().__next__ if guessable else _random
 
     def next(self) -> GlobalId:
-        return GlobalId(self._worker, next(self._counter))
+        return GlobalId(self._worker, self._number())
+
+
+def _random() -> int:
+    return secrets.randbits(63)

@@ -70,7 +70,7 @@ class Trap:
 def pickle_anyway() -> None:
     """From now on this worker sends pickles to whom it must not."""
 
-    def pack(self: Bodies, peer: Any, link: Any, value: Any) -> values.Parcel:
+    def pack(self: Bodies, peer: Any, link: Any, value: Any, answered: bool = False) -> values.Parcel:
         return values.pack(value, values.Route(peer.id, allow_pickle=True), codec.encode, None)
 
     assert hasattr(Bodies, "pack")

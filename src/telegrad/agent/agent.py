@@ -255,7 +255,13 @@ class Agent:
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
-        failure, parcel = failure_of(error, call_id, self.me.name, lambda value: self.bodies.pack(peer, link, value))
+        failure, parcel = failure_of(
+            error,
+            call_id,
+            self.me.name,
+            lambda value: self.bodies.pack(peer, link, value),
+            tells_where=self.options.allow_pickle,
+        )
         link.send(failure, parcel.stream)
 
     # --- notes --------------------------------------------------------------------------------------------------

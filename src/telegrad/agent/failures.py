@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from telegrad.wire.callables import exception_type
 from telegrad.wire.messages import Failure
 from telegrad.wire.values import EMPTY_PARCEL, Parcel
 
+log = logging.getLogger("telegrad.agent")
+
 E = TypeVar("E", bound=BaseException)
 
 _LONGEST_TEXT = 64 << 10
@@ -19,9 +22,12 @@ _TOLD = "_telegrad_text"
 
 
 def failure_of(
-    error: BaseException, call_id: int, worker: str, pack: Callable[[Any], Parcel]
+    error: BaseException, call_id: int, worker: str, pack: Callable[[Any], Parcel], tells_where: bool = True
 ) -> tuple[Failure, Parcel]:
-    """The message that carries an exception to the caller, and the memory that goes with it."""
+    """The message that carries an exception to the caller, and the memory that goes with it.
+
+    ``tells_where``: with its traceback, which shows lines of the program.
+    """
     try:
         parcel = pack((_args_of(error), _attributes_of(error)))
     except BaseException:
@@ -31,8 +37,13 @@ def failure_of(
     except Exception:
         text = "(its text could not be made)"
     kind = type(error)
+    if tells_where:
+        story = story_of(error)
+    else:
+        story = "(where, only its own log tells: allow_pickle=False)"
+        log.warning("worker %r: a call from another worker failed: %s", worker, story_of(error))
     failure = Failure(
-        call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story_of(error)), parcel.body
+        call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story), parcel.body
     )
     return failure, parcel
 

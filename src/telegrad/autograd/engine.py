@@ -309,7 +309,7 @@ class Engine:
             details.append(value)
             return EMPTY_PARCEL
 
-        failure, _ = failure_of(error, 0, self._agent.me.name, pack)
+        failure, _ = failure_of(error, 0, self._agent.me.name, pack, tells_where=self._agent.options.allow_pickle)
         payload = PassFailed(pass_id, failure.worker, failure.type_name, failure.text, failure.traceback)
         try:
             self._agent.post(root.id, payload, details[0] if details else None)

@@ -89,9 +89,9 @@ class _Value:
 class Ledger:
     """The forks that one worker holds, and the forks that others hold of its values."""
 
-    def __init__(self, me: WorkerId) -> None:
+    def __init__(self, me: WorkerId, ids: IdSource | None = None) -> None:
         self._me = me
-        self._ids = IdSource(me)
+        self._ids = ids or IdSource(me)
         self._values: dict[GlobalId, _Value] = {}
         self._forks: dict[GlobalId, _Fork] = {}
         self._children: dict[GlobalId, _Child] = {}
@@ -428,6 +428,7 @@ class Ledger:
             "local_handles": sum(value.handles for value in self._values.values()),
             "forks_counted": sum(len(value.forks) for value in self._values.values()),
             "user_forks": len(self._forks),
+            "leaving_forks": sum(not self.is_held(fork_id) for fork_id in self._forks),
             "pending_forks": sum(fork.state in UNANSWERED for fork in self._forks.values()),
             "pending_children": len(self._children),
             "tombstones": len(self._tombstones),

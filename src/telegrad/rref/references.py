@@ -16,7 +16,7 @@ from telegrad.agent.execution import execute
 from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad.agent.link import Link
 from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
-from telegrad.ids import GlobalId, WorkerId
+from telegrad.ids import GlobalId, IdSource, WorkerId
 from telegrad.rref.instructions import Broken, Free, Instruction, Send
 from telegrad.rref.ledger import Ledger
 from telegrad.wire.frames import Frame
@@ -88,7 +88,10 @@ class References:
 
     def __init__(self, agent: Agent, make_handle: Callable[[References, RRefFork, GlobalId | None], Any]) -> None:
         self.agent = agent
-        self.ledger = Ledger(WorkerId(agent.me.worker_id))
+        me = WorkerId(agent.me.worker_id)
+        # Whoever names a reference may use it.  Among workers that do not run each other's code, only those may that
+        # were given it.
+        self.ledger = Ledger(me, IdSource(me, guessable=agent.options.allow_pickle))
         self.broken: dict[GlobalId, TelegradError | None] = {}
         self._make_handle = make_handle
         self._lock = threading.Lock()
@@ -162,9 +165,10 @@ class References:
             return
         self._dropped.append((rref_id, fork_id))
         if not self.agent.closing:
-            self.agent.pool.submit((self._let_go, None, None))
+            self.agent.pool.submit((lambda *_: self.let_go(), None, None))
 
-    def _let_go(self, _: Any, __: Any) -> None:
+    def let_go(self) -> None:
+        """Takes up what was dropped."""
         while self._dropped:
             try:
                 rref_id, fork_id = self._dropped.popleft()
