@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test lint bench fuzz stress programs conformance conformance-fast clean
 
 demo: $(STAMP)
-	@$(BIN)/python -m telegrad.demo
+	@$(BIN)/python examples/hybrid/demo.py
 
 test: $(STAMP)
 	$(BIN)/python -X faulthandler -m pytest

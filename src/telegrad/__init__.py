@@ -24,7 +24,7 @@ What it is made of; a module imports only what stands above it::
     optim/          the optimizer over many workers
     nn/             modules on other workers
     checkpoint/     saves and restores all of it
-    launch, cli     the ``telegrad`` command (with lines, process); demo shows it all
+    launch, cli     the ``telegrad`` command (with lines, process)
     testing/        workers in one process
 
 ``docs/design.md`` tells how it works.
