@@ -101,7 +101,8 @@ class StreamLink:
         self._attendant: int | None = None  # the thread that attends
         self._sending = threading.Lock()
         self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
-        self._spin = Spin(moves=dialled)
+        self._spin = Spin(moves=dialled, running=pool.running)
+        self._visitor = 0  # the thread, none of the pool's, that read here last
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
         self._closed = False
@@ -182,13 +183,14 @@ class StreamLink:
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
         if not self._reading.acquire(blocking=False):
             return False
+        alone = self._pool.runs_here() or not self._visitors_changed()
         try:
             self._pool.disarm(self._fd, self)
             while not done() and not self._closed:
                 wait = deadline - time.monotonic()
                 if wait <= 0:
                     break
-                if self._look() or self._poll.poll(min(wait, _LONGEST_NAP) * 1000 + 1):
+                if (alone and self._look()) or self._poll.poll(min(wait, _LONGEST_NAP) * 1000 + 1):
                     work = self._receive()
                     if work:
                         self._pool.submit_all(work)
@@ -196,6 +198,11 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
         return True
+
+    def _visitors_changed(self) -> bool:
+        """Whether the program calls from several threads; the others want the GIL then, and nobody should look."""
+        before, self._visitor = self._visitor, threading.get_ident()
+        return before not in (0, self._visitor)
 
     def begin_attending(self) -> bool:
         if self._closed or not self._reading.acquire(blocking=False):
@@ -212,7 +219,8 @@ class StreamLink:
 
     def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
         mine = self._attendant == threading.get_ident()  # it may have let go, and another may have begun
-        if mine and not self._closed and self._spin.look(lambda: done() or self._glance(), LONG_BUDGET):
+        look: Callable[[], object] = lambda: done() or self._glance()  # noqa: E731
+        if mine and not self._closed and self._spin.look(look, LONG_BUDGET, mine=self._pool.runs_here()):
             return () if done() else self._receive()
         return None
 

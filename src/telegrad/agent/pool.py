@@ -158,6 +158,10 @@ class Pool:
                 self._busy += 1
                 self._blocked -= 1
 
+    def running(self) -> int:
+        """How many threads run something and do not wait for another worker."""
+        return self._busy
+
     @property
     def busy(self) -> int:
         """How many threads run something, blocked ones included."""

@@ -2,7 +2,8 @@
 
 To put a core to sleep and wake it again costs 25-65 us on a virtual machine, and the *sender* pays for much of it: more
 than all of a small call.  So a thread that expects an answer within moments looks for it again and again first.  It
-stops where looking has not paid lately, and as soon as it notices that somebody else wants the core.
+stops where looking has not paid lately, and as soon as it notices that somebody else wants the core, or, in its own
+process, the GIL: a thread that looks gives the GIL away for moments only, in which no other wakes up to take it.
 
 That may be the very peer that it waits for: the kernel likes to wake a process on the core of the one that woke it, and
 two processes that yield to each other can share a core for long while another is idle, at half the speed.  So the
@@ -51,20 +52,24 @@ def step_aside() -> None:
 class Spin:
     """One place where threads wait, and how looking has paid there."""
 
-    __slots__ = ("_crowded", "_moves", "_skip", "_stay", "_stay_until", "_trials")
+    __slots__ = ("_crowded", "_moves", "_running", "_skip", "_stay", "_stay_until", "_trials")
 
-    def __init__(self, moves: bool) -> None:
+    def __init__(self, moves: bool, running: Callable[[], int] = lambda: 0) -> None:
         self._moves = moves  # of two that share a core only one may move, or they would meet again
+        self._running = running  # how many threads of this process have something to do
         self._trials = _TRIALS
         self._skip = 0  # how many of the next waits go to sleep at once
         self._crowded = False  # at the last search
         self._stay = _STAY
         self._stay_until = 0.0  # before that, sharing a core means to sleep
 
-    def look(self, look: Callable[[], T], budget: float = _BUDGET) -> T:
-        """Calls ``look`` until it returns something true, or it is time to sleep."""
+    def look(self, look: Callable[[], T], budget: float = _BUDGET, mine: int = 0) -> T:
+        """Calls ``look`` until it returns something true, or it is time to sleep.
+
+        ``mine``: how many of those that have something to do are the calling thread.
+        """
         found = look()
-        if found or _single_core:
+        if found or _single_core or self._running() > mine:
             return found
         if self._skip:
             self._skip -= 1
@@ -79,6 +84,8 @@ class Spin:
                 self._trials, self._crowded = _TRIALS, False
                 if away > _SHARED:
                     self._move(before)  # the peer answered on this very core
+                return found
+            if self._running() > mine:
                 return found
             if away > _SHARED:
                 if away > _CROWDED:
