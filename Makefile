@@ -30,7 +30,7 @@ programs: $(STAMP)
 
 # PyTorch's own tests, unmodified, against telegrad.
 conformance: $(STAMP)
-	$(BIN)/python -m tests.conformance --again 2
+	$(BIN)/python -m tests.conformance
 
 # The fixed part of them that continuous integration runs.
 conformance-fast: $(STAMP)

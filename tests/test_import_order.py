@@ -43,7 +43,7 @@ LAYERS = [line.split() for line in """
     telegrad.rref.ledger
     telegrad.rref.references
     telegrad.rref.rref
-    telegrad.autograd.diffusion  telegrad.autograd.functions
+    telegrad.autograd.diffusion  telegrad.autograd.functions  telegrad.autograd.node_hooks
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
     telegrad.autograd.attach  telegrad.autograd.local_pass  telegrad.autograd.reducers
     telegrad.autograd.passes
@@ -53,7 +53,8 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.api
     telegrad.autograd
     telegrad.worker
-    telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.rendezvous  telegrad.rpc.stores
+    telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.stores  telegrad.rpc.strangers
+    telegrad.rpc.rendezvous
     telegrad.rpc.network
     telegrad.rpc.api
     telegrad.rpc
@@ -71,15 +72,29 @@ LAYERS = [line.split() for line in """
     telegrad.checkpoint.owners  telegrad.checkpoint.things
     telegrad.checkpoint.loading  telegrad.checkpoint.saving
     telegrad.checkpoint
+    telegrad.compat.children  telegrad.compat.graph_view  telegrad.compat.optim  telegrad.compat.profiling
+    telegrad.compat.words
+    telegrad.compat.futures
+    telegrad.compat.rref
+    telegrad.compat.worker
+    telegrad.compat.nn  telegrad.compat.rpc.agent  telegrad.compat.rpc.constants  telegrad.compat.rpc.debugging
+    telegrad.compat.rpc.functions  telegrad.compat.rpc.gather  telegrad.compat.rpc.internal  telegrad.compat.rpc._utils
+    telegrad.compat.rpc.rref_proxy  telegrad.compat.rpc.server_process_global_profiler
+    telegrad.compat.autograd  telegrad.compat.rpc.api  telegrad.compat.rpc.options
+    telegrad.compat.rpc.backend_registry
+    telegrad.compat.rpc.faulty  telegrad.compat.rpc.joining
+    telegrad.compat.rpc
+    telegrad.compat.rpc._testing
+    telegrad.compat.installing
+    telegrad.compat
+    telegrad.compat.site.sitecustomize
     telegrad.lines  telegrad.process
     telegrad.launch
     telegrad.cli
-    telegrad.demo_screen  telegrad.demo_tasks
-    telegrad.demo
     telegrad.testing.faults
     telegrad.testing.cluster
     telegrad.testing
-    telegrad.__main__
+    telegrad.__main__  telegrad.compat.__main__
 """.splitlines() if line.strip()]  # fmt: skip
 HEIGHT = {module: height for height, layer in enumerate(LAYERS) for module in layer}
 
@@ -153,8 +168,8 @@ def test_a_module_imports_only_what_stands_above_it(module):
         ("from telegrad import rpc", "telegrad.rpc"),
         ("from telegrad.wire import values", "telegrad.wire.values"),
         ("def late():\n    from telegrad.cli import main", "telegrad.cli"),
-        ("if x:\n    import telegrad.demo", "telegrad.demo"),
-        ("if TYPE_CHECKING:\n    pass\nelse:\n    import telegrad.demo", "telegrad.demo"),
+        ("if x:\n    import telegrad.worker", "telegrad.worker"),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import telegrad.cli", "telegrad.cli"),
         ("import telegrad.no_such_module", "telegrad.no_such_module"),
     ],
 )

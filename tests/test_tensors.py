@@ -818,3 +818,23 @@ def test_fuzz_mutated_tensors(header, edits):
         return
     if isinstance(message, Reply):
         check_rebuild(message.body, buffers)
+
+
+# --- gaps -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_view_gets_its_gaps_back_and_a_big_one_does_not() -> None:
+    small, big = torch.rand(5, 5).narrow(1, 2, 2), torch.rand(100, 100)[:, ::3]
+    assert assert_trip(small).value.stride() == small.stride() == (5, 1)
+    assert assert_trip(big).value.is_contiguous()
+
+
+def test_a_view_with_gaps_that_repeats_its_elements() -> None:
+    view = torch.rand(1, 50)[:, ::25].expand(3, 2)
+    assert assert_trip(view).value.tolist() == view.tolist()
+
+
+def test_strides_that_ask_for_much_memory_are_refused() -> None:
+    meta = TensorMeta(DTYPE_CODES[torch.float32], (2, 2), 0, (1 << 40, 1), flags=32)
+    with pytest.raises(SerializationError, match="asks for memory for its strides"):
+        tensors.unpack((meta,), [bytearray(16)])

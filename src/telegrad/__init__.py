@@ -8,6 +8,7 @@ What a program uses::
     from telegrad import nn       # RemoteModule
     from telegrad import checkpoint  # save and load what lives on many workers
     from telegrad import errors   # what all of this may raise
+    from telegrad import compat   # programs written for torch.distributed.rpc, unedited
     from telegrad import testing  # many workers in one process, and declared faults
 
 What it is made of; a module imports only what stands above it::
@@ -24,6 +25,7 @@ What it is made of; a module imports only what stands above it::
     optim/          the optimizer over many workers
     nn/             modules on other workers
     checkpoint/     saves and restores all of it
+    compat/         torch's names, private ones too, and how they get into a program
     launch, cli     the ``telegrad`` command (with lines, process)
     testing/        workers in one process
 
@@ -41,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from telegrad import autograd as autograd
     from telegrad import checkpoint as checkpoint
+    from telegrad import compat as compat
     from telegrad import errors as errors
     from telegrad import nn as nn
     from telegrad import optim as optim
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
 
     __version__: str
 
-__all__ = ["__version__", "autograd", "checkpoint", "errors", "nn", "optim", "rpc", "testing"]
+__all__ = ["__version__", "autograd", "checkpoint", "compat", "errors", "nn", "optim", "rpc", "testing"]
 
 
 def __getattr__(name: str) -> Any:

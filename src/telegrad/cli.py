@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from telegrad.errors import UsageError
 
@@ -22,6 +23,7 @@ examples:
   telegrad run --workers 4 train.py --epochs 3    start train.py four times as one job
   telegrad run -n 2 -m project.train              the same for a module
   telegrad run --help                             all options of run
+  telegrad compat train.py --epochs 3             run a program for torch.distributed.rpc, unedited, on telegrad
 """
 RUN_DESCRIPTION = """\
 Start a script as several workers of one job on this host.
@@ -29,6 +31,14 @@ Start a script as several workers of one job on this host.
 Every worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun, so
 the same script runs under both; and TELEGRAD_SECRET, which keeps strangers out of the job.  Each line of output begins
 with its worker's name.  If a worker fails, the others are ended and its exit code is returned.
+"""
+COMPAT_DESCRIPTION = """\
+Run a program that was written for torch.distributed.rpc, unedited, on telegrad, in all its processes.
+
+Its torch.distributed.rpc, .autograd, .optim.DistributedOptimizer and .nn.RemoteModule are telegrad's.  Children that it
+forks or spawns, and Python programs that it starts, run on telegrad too; so under a launcher:
+
+  telegrad compat -m torch.distributed.run --nproc-per-node 4 train.py
 """
 
 
@@ -40,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return _run(options)
+        return _compat(options) if options.command == "compat" else _run(options)
     except UsageError as error:
         print(f"telegrad {options.command}: {error}", file=sys.stderr)
         return 2
@@ -81,7 +91,22 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("script", help="the Python program that every worker runs")
     rest = run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
     rest.required = False  # argparse would ask for them in its error message
+    _add_compat(commands)
     return parser
+
+
+def _add_compat(commands: Any) -> None:
+    compat = commands.add_parser(
+        "compat",
+        help="run a program written for torch.distributed.rpc on telegrad",
+        description=COMPAT_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        usage="telegrad compat [-m] script [args ...]",
+    )
+    compat.add_argument("-m", "--module", action="store_true", help="script is the name of a module, as in python -m")
+    compat.add_argument("script", help="the Python program to run")
+    compat.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -91,7 +116,7 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"--grace must not be negative: {options.grace:g}")
     if options.master_port is not None and options.master_port < 1:
         raise UsageError(f"{options.master_port} is not a port; choose one from 1 to 65535")
-    (_check_module if options.module else _check_script)(options.script)
+    _check(options)
     program = ["-m", options.script] if options.module else [options.script]
     return run_workers(
         [
@@ -107,9 +132,28 @@ def _run(options: argparse.Namespace) -> int:
     )
 
 
-def _check_script(path: str) -> None:
+def _compat(options: argparse.Namespace) -> NoReturn:
+    """Becomes the program: its exit code and its signals are its own."""
+    from telegrad.compat.children import adopt_children
+
+    _check(options)
+    environment = dict(os.environ)
+    adopt_children(environment)
+    program = ["-m", options.script] if options.module else [options.script]
+    os.execve(sys.executable, [sys.executable, *program, *options.args], environment)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """That the program is there."""
+    if options.module:
+        _check_module(options.script)
+    else:
+        _check_script(options.script, options.command)
+
+
+def _check_script(path: str, command: str) -> None:
     if not os.path.exists(path):
-        hint = f"; for a module, say: telegrad run … -m {path}" if not path.endswith(".py") else ""
+        hint = f"; for a module, say: telegrad {command} … -m {path}" if not path.endswith(".py") else ""
         raise UsageError(f"there is no script {path!r} (looked from {os.getcwd()}){hint}")
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
         raise UsageError(f"{path!r} is a directory without a __main__.py")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad.autograd import node_hooks
 from telegrad.autograd.context import Context
 from telegrad.autograd.passes import Pass
 
@@ -19,6 +20,7 @@ _OURS = 3  # references to a gradient that nobody else has: the engine's result,
 
 class Leaves:
     def __init__(self) -> None:
+        node_hooks.watch()
         self.swapping = threading.RLock()  # while a context's gradient stands in ``.grad``, for a hook or an optimizer
 
     def add(
@@ -30,7 +32,7 @@ class Leaves:
         """Adds what torch's engine computed."""
         differentiable = this.head.create_graph
         taken = set() if differentiable else {_address(tensor) for tensor in this.root_gradients}
-        own: list[tuple[Any, Tensor]] = []
+        own: list[tuple[Node, Any, Tensor]] = []
         for index, leaf in enumerate(leaves):
             gradient = gradients[index]
             if gradient is None:
@@ -38,11 +40,15 @@ class Leaves:
             if not differentiable:
                 # A custom function, or a hook, may have kept what it returned.
                 gradient = gradient.clone() if sys.getrefcount(gradient) > _OURS else _own(gradient, taken)
-            own.append((leaf.variable, gradient))  # type: ignore[attr-defined]
+            own.append((leaf, leaf.variable, gradient))  # type: ignore[attr-defined]
         # A hook may change a gradient in place, so none runs before each has its own memory.
-        for variable, gradient in own:
-            if this.add_gradient(variable, gradient) and variable._post_accumulate_grad_hooks:
+        for leaf, variable, gradient in own:
+            if not this.add_gradient(variable, gradient):
+                continue
+            if variable._post_accumulate_grad_hooks:
                 self._after_accumulation(this.context, variable)
+            if node_hooks.may_be_there():
+                node_hooks.fire(leaf, gradient, self.swapping)
 
     def _after_accumulation(self, context: Context, variable: Any) -> None:
         """Hooks that expect to find the sum in ``.grad``, and may change it there."""
@@ -64,11 +70,14 @@ def _address(tensor: Tensor) -> int:
 
 def _own(gradient: Tensor, taken: set[int]) -> Tensor:
     """The gradient in memory of its own: torch hands one tensor to several leaves, or back what it was given."""
-    if gradient.layout is not torch.strided:
-        return gradient.clone()  # its values may be another leaf's gradient
-    storage = gradient.untyped_storage()
-    address = storage.data_ptr()
-    if address in taken or storage.nbytes() != gradient.nbytes:
+    if gradient.layout is torch.strided:
+        parts: tuple[Tensor, ...] = (gradient,)
+    elif gradient.layout is torch.sparse_coo:
+        parts = (gradient._indices(), gradient._values())
+    else:
         return gradient.clone()
-    taken.add(address)
+    addresses = {part.untyped_storage().data_ptr() for part in parts}
+    if addresses & taken or any(part.untyped_storage().nbytes() != part.nbytes for part in parts):
+        return gradient.clone()
+    taken |= addresses
     return gradient

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -24,6 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
 from telegrad.autograd.context import Context, add_up
+
+#: Seconds before a module goes in which the GIL is free.  The module may take its process group with it, which joins
+#: gloo's thread with the GIL held; and if that thread has just averaged a tensor that Python knows, it needs the GIL to
+#: let go of it.  In torch alone this hangs in 1 of 20 runs of its own test; with more threads about, in 1 of 2.
+_PARTING = 0.02
 
 #: Which module reduces a parameter's gradient.
 _reduced_by: Any = WeakIdKeyDictionary()
@@ -45,6 +51,7 @@ def watch() -> None:
     def remember(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         _register(self)
+        weakref.finalize(self, time.sleep, _PARTING).atexit = False
 
     remember._telegrad = True  # type: ignore[attr-defined]
     DistributedDataParallel.__init__ = remember  # type: ignore[method-assign]

@@ -212,10 +212,10 @@ class RemoteModule(Refusals, nn.Module):
     # --- on its way ---------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> Any:
-        return _handle, (type(self), _Passenger(self.module_rref), self.device, self._module_name, self.training)
+        return _handle, (type(self), Passenger(self.module_rref), self.device, self._module_name, self.training)
 
 
-class _Passenger:
+class Passenger:
     """The reference of a module inside a call; in any other pickle it says what it belongs to."""
 
     def __init__(self, rref: RRef[nn.Module]) -> None:

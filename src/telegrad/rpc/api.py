@@ -27,6 +27,7 @@ from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name
 from telegrad.rpc.rendezvous import Meeting
 from telegrad.rpc.stores import identity_in, open_store
+from telegrad.rpc.strangers import Strangers, knock_at
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.transport.handshake import Identity
 from telegrad.transport.lane import Proof
@@ -59,6 +60,14 @@ def init_rpc(
         raise TypeError(f"backend must be a BackendType, not {backend!r}")
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be telegrad.rpc.RpcBackendOptions, not {type(options)}")
+    join(name, rank, world_size, options)
+    # The first full collection walks all of torch (100 ms); here it does not fall into the first burst of calls, and
+    # Python waits with the next one until a quarter more objects live.
+    gc.collect()
+
+
+def join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    """As ``init_rpc``, without the collection, which is dear in a forked child: it makes all memory the child's own."""
     check_name(name)
     numbers: tuple[tuple[str, object], ...] = (("rank", rank), ("world_size", world_size))
     for argument, number in numbers:
@@ -68,11 +77,7 @@ def init_rpc(
         raise UsageError(f"RPC is already running in this process, as worker {current_worker().name!r}")
     rank, world_size = identity_in(options.init_method, rank, world_size)
     _check_numbers(rank, world_size)
-    worker = _join(name, rank, world_size, options)
-    # The first full collection walks all of torch (100 ms); here it does not fall into the first burst of calls, and
-    # Python waits with the next one until a quarter more objects live.
-    gc.collect()
-    set_process_worker(worker)
+    set_process_worker(_join(name, rank, world_size, options))
 
 
 def _check_numbers(rank: int, world_size: int | None) -> None:
@@ -131,7 +136,8 @@ def _meet(
     timeout: float,
 ) -> Worker:
     store = open_store(options.init_method, rank, world_size, timeout)
-    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, timeout, mark, missing)
+    strangers = Strangers(store, lambda: knock_at(store, world_size))
+    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, timeout, mark, strangers, missing)
     try:
         meeting.claim()
         return _set_up(meeting, name, rank, options, store)

@@ -86,7 +86,7 @@ class RpcBackendOptions:
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
         self.device_maps: dict[str, dict[torch.device, torch.device]] = {}
-        self.devices = [torch.device(device) for device in devices or ()]
+        self.devices = [_device(device) for device in devices or ()]
         self.secret = secret
         self.transports = tuple(transports)
         self.host = host
@@ -104,7 +104,7 @@ class RpcBackendOptions:
         """Adds to where tensors of devices here go on worker ``to``."""
         mine = self.device_maps.setdefault(to, {})
         for here, there in device_map.items():
-            source, target = torch.device(here), torch.device(there)
+            source, target = _device(here), _device(there)
             if mine.get(source, target) != target:
                 raise UsageError(f"{source} is already mapped to {mine[source]} on worker {to!r}")
             if any(there == target for here, there in mine.items() if here != source):
@@ -112,7 +112,7 @@ class RpcBackendOptions:
             mine[source] = target
 
     def set_devices(self, devices: Sequence[Device]) -> None:
-        self.devices = [torch.device(device) for device in devices]
+        self.devices = [_device(device) for device in devices]
 
     def secret_bytes(self) -> bytes | None:
         """The job's secret, from here or from the environment."""
@@ -124,6 +124,17 @@ class RpcBackendOptions:
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "secret"}
         return f"RpcBackendOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _device(device: Device) -> torch.device:
+    """A number is a device of the accelerator, and torch refuses one where there is none."""
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise UsageError(
+            f"{device!r} is no device on this machine: {reason}. Tensors of the CPU need no device map: leave it out"
+        ) from None
 
 
 def check_name(name: object) -> str:

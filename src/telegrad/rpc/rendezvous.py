@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store
 
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.rpc.strangers import Strangers
 from telegrad.transport.handshake import derive_key
 
 _SIGNATURE = hashlib.sha256().digest_size
@@ -41,6 +42,7 @@ class Meeting:
     timeout: float
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a worker knows its own claim again
 
+    strangers: Strangers | None = None
     missing: list[int] = field(default_factory=list)  # the ranks that had not come at the last look
     _claimed: list[str] = field(default_factory=list)
 
@@ -111,6 +113,8 @@ class Meeting:
                     raise RendezvousError(f"rank {rank} could not join: {self.store.get(f'refused/{rank}').decode()}")
             if not self.missing:
                 return [records[rank] for rank in sorted(records)]
+            if self.strangers is not None:
+                self.strangers.check(self.missing)
             if time.monotonic() > deadline:
                 raise self._nobody_came([records[rank] for rank in sorted(records)])
             time.sleep(pause)

@@ -33,7 +33,7 @@ from telegrad.wire.regions import Region, all_apart, overlaps, span
 INLINE_LIMIT = 8 << 10  # bytes of one buffer
 INLINE_BUDGET = 4 << 20  # of all buffers in one header
 
-_REQUIRES_GRAD, _PARAMETER, _CONJUGATE, _NEGATIVE, _COALESCED = 1, 2, 4, 8, 16
+_REQUIRES_GRAD, _PARAMETER, _CONJUGATE, _NEGATIVE, _COALESCED, _GAPS = 1, 2, 4, 8, 16, 32
 _STRIDED, _COO, _COMPRESSED, _QUANTIZED, _QUANTIZED_CHANNELS, _META = range(6)
 
 #: Tensor classes that are rebuilt from the table; any other subclass goes through pickle as its class says.
@@ -154,9 +154,11 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
         tensor, flags = tensor.conj(), flags | _CONJUGATE
     if tensor.is_neg():
         tensor, flags = torch._neg_view(tensor), flags | _NEGATIVE
-    stride = None
+    stride = gaps = None
     if not tensor.is_contiguous():
         if span(tensor) > tensor.numel():
+            if _has_small_gaps(tensor.shape, tensor.stride(), tensor.itemsize):
+                gaps, flags = tensor.stride(), flags | _GAPS
             tensor = tensor.detach().contiguous()
         else:
             stride = tensor.stride()
@@ -167,7 +169,15 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
     else:
         start = int(tensor.storage_offset()) * tensor.itemsize
         buffer = packed.add_array(_memory(tensor, start, size))
-    return TensorMeta(DTYPE_CODES[tensor.dtype], tuple(tensor.shape), buffer, stride, 0, flags, 0, (), (), device)
+    return TensorMeta(
+        DTYPE_CODES[tensor.dtype], tuple(tensor.shape), buffer, gaps or stride, 0, flags, 0, (), (), device
+    )
+
+
+def _has_small_gaps(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> bool:
+    """Whether a view gets its gaps back on the other side: a big one would need much memory for them there."""
+    extent = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
+    return 0 not in stride and 0 not in shape and extent * itemsize <= INLINE_LIMIT
 
 
 def _memory(tensor: Tensor, start: int, size: int) -> NDArray[np.uint8]:
@@ -247,6 +257,8 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
     if meta.layout == _STRIDED:
         if meta.stride is None:
             tensor = _contiguous(dtype, meta.shape, buffers[meta.buffer])
+        elif flags & _GAPS:
+            tensor = _with_gaps(dtype, meta, buffers[meta.buffer])
         else:
             tensor = _strided(dtype, meta, buffers, storages)
     elif meta.layout == _META:
@@ -299,6 +311,15 @@ def _strided(dtype: torch.dtype, meta: TensorMeta, buffers: Sequence[Any], stora
     if (last + 1) * dtype.itemsize > base.numel() and 0 not in meta.shape:
         raise SerializationError("a tensor reaches beyond the buffer that came with it")
     return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), meta.offset, meta.shape, stride)
+
+
+def _with_gaps(dtype: torch.dtype, meta: TensorMeta, buffer: Any) -> Tensor:
+    stride = _checked_stride(meta)
+    if not _has_small_gaps(meta.shape, stride, dtype.itemsize):
+        raise SerializationError(f"a tensor of shape {meta.shape} asks for memory for its strides {stride}")
+    tensor = torch.empty_strided(meta.shape, stride, dtype=dtype)
+    with torch.no_grad():
+        return tensor.copy_(_contiguous(dtype, meta.shape, buffer))
 
 
 def _checked_stride(meta: TensorMeta) -> tuple[int, ...]:

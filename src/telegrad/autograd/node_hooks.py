@@ -1,0 +1,55 @@
+"""Hooks of the AccumulateGrad nodes of leaves: ``p.expand_as(p).grad_fn.next_functions[0][0].register_hook(...)``.
+
+A pass captures what comes to a leaf and does not run its node, so such hooks would not fire.  Nobody can ask a node
+whether it has any, but torch calls a function written in Python whenever one is registered.  From then on the nodes of
+leaves run too, for their hooks only: what they leave in ``.grad`` is dropped.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.function import _HookMixin
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+
+_seen = [False]
+
+
+def watch() -> None:
+    """From now on a hook of any node is noticed."""
+    register: Any = _HookMixin._register_hook
+    if hasattr(register, "_telegrad"):
+        return
+
+    def remember(backward_hooks: Any, hook: Any) -> Any:
+        _seen[0] = True
+        return register(backward_hooks, hook)
+
+    remember._telegrad = True  # type: ignore[attr-defined]
+    _HookMixin._register_hook = staticmethod(remember)  # type: ignore[method-assign]
+
+
+def may_be_there() -> bool:
+    return _seen[0]
+
+
+def fire(leaf: Node, gradient: Tensor, swapping: AbstractContextManager[Any]) -> None:
+    """Runs the node of a leaf.  The hooks of its tensor have fired, or will, elsewhere."""
+    variable: Any = leaf.variable  # type: ignore[attr-defined]
+    with swapping:
+        before, variable.grad = variable.grad, None
+        taken = [(hooks, dict(hooks)) for hooks in _tensor_hooks(variable)]
+        for hooks, _ in taken:
+            hooks.clear()
+        try:
+            _engine_run_backward((GradientEdge(leaf, 0),), (gradient,), False, False, (), True, accumulate_grad=True)
+        finally:
+            for hooks, kept in taken:
+                hooks.update(kept)
+            variable.grad = before
+
+
+def _tensor_hooks(variable: Any) -> list[Any]:
+    return [hooks for hooks in (variable._backward_hooks, variable._post_accumulate_grad_hooks) if hooks]

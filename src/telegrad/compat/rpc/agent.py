@@ -1,0 +1,57 @@
+"""torch's agent object: what programs ask it for, answered by the worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from telegrad.compat.worker import WorkerInfo
+from telegrad.rpc.options import RpcBackendOptions
+from telegrad.worker import Worker
+
+_measures_gil = [False]
+
+
+class RpcAgent:
+    """The base class of all agents, by torch's account."""
+
+
+class TensorPipeAgent(RpcAgent):
+    """Stands for this process's worker."""
+
+    def __init__(self, worker: Worker, options: RpcBackendOptions, world_size: int | None) -> None:
+        self._worker = worker
+        self._options = options
+        self.is_static_group = bool(world_size)
+
+    @property
+    def name(self) -> str:
+        return self._worker.name
+
+    def get_worker_info(self, worker: str | int | None = None) -> Any:
+        return self._worker.info(worker)
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        return [WorkerInfo(peer.name, peer.id) for peer in self._worker.agent.peers]
+
+    def _get_backend_options(self) -> RpcBackendOptions:
+        return self._options
+
+    def _get_device_map(self, worker: WorkerInfo) -> Any:
+        return self._options.device_maps.get(worker.name, {})
+
+    def get_debug_info(self) -> dict[str, str]:
+        agent = self._worker.agent
+        info = {
+            "agent.thread_pool_size": self._options.num_worker_threads,
+            "agent.num_busy_threads": agent.pool.busy,
+            "agent.client_active_calls": len(agent.calls),
+            "agent.started_calls": agent.started_calls,
+        }
+        if _measures_gil[0]:
+            info["agent.gil_average_wait_time_us"] = 0  # in telegrad, all of a call's time is spent in Python
+        return {key: str(int(value)) for key, value in info.items()}
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Whether an agent's debug info has a line on waiting for the GIL."""
+    _measures_gil[0] = flag

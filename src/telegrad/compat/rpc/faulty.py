@@ -1,0 +1,147 @@
+"""A worker that loses and delays messages as it is told: torch's agent for tests of its retries.
+
+torch's names for messages, and telegrad's:
+
+============================= =========================================================================
+SCRIPT_CALL, PYTHON_CALL      ``Call`` of one of torch's operators, or of another function
+SCRIPT_REMOTE_CALL, PYTHON_…  ``RemoteCall``, in the same way
+SCRIPT_RREF_FETCH_CALL        ``Fetch``
+RREF_FORK_REQUEST             ``ForkRequest``, a note: repeated until it is acknowledged
+RREF_CHILD_ACCEPT             ``ChildConfirmed``, a note
+RREF_USER_DELETE              ``UserDelete``, a note
+CLEANUP_AUTOGRAD_CONTEXT_REQ  ``DropContext``, a note
+============================= =========================================================================
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from telegrad.agent.agent import Agent
+from telegrad.agent.link import Link
+from telegrad.agent.peers import Peer
+from telegrad.compat.rpc import backend_registry
+from telegrad.compat.rpc.agent import TensorPipeAgent
+from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
+from telegrad.compat.worker import BUILTIN, CompatWorker
+from telegrad.wire.messages import (
+    Call,
+    ChildConfirmed,
+    DropContext,
+    Fetch,
+    ForkRequest,
+    Message,
+    Note,
+    RemoteCall,
+    UserDelete,
+)
+
+BACKEND = "FAULTY_TENSORPIPE"
+
+_NOTES: dict[type, str] = {
+    ForkRequest: "RREF_FORK_REQUEST",
+    ChildConfirmed: "RREF_CHILD_ACCEPT",
+    UserDelete: "RREF_USER_DELETE",
+    DropContext: "CLEANUP_AUTOGRAD_CONTEXT_REQ",
+}
+
+
+class FaultyTensorPipeAgent(TensorPipeAgent):
+    """As any, by torch's account."""
+
+
+class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        messages_to_fail: Sequence[str] = (),
+        messages_to_delay: Mapping[str, float] | None = None,
+        num_fail_sends: int = 0,
+    ) -> None:
+        super().__init__(num_worker_threads=num_worker_threads, rpc_timeout=rpc_timeout, init_method=init_method)
+        self.messages_to_fail = list(messages_to_fail)
+        self.messages_to_delay = dict(messages_to_delay or {})
+        self.num_fail_sends = num_fail_sends
+        self.worker_type = self._make_worker  # type: ignore[assignment]
+
+    def _make_worker(self, *args: Any) -> FaultyWorker:
+        worker = FaultyWorker(*args)
+        worker.faults = self
+        return worker
+
+
+class FaultyWorker(CompatWorker):
+    faults: FaultyTensorPipeRpcBackendOptions
+
+    def _dial_peer(self, agent: Agent, peer: Peer) -> Link:
+        link = super()._dial_peer(agent, peer)
+        link.send = self._faulty(link.send)  # type: ignore[method-assign]
+        return link
+
+    def _faulty(self, send: Callable[..., None]) -> Callable[..., None]:
+        failed: Counter[Any] = Counter()
+
+        def send_perhaps(message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
+            name = _name_of(message)
+            if name in self.faults.messages_to_fail and self._fails(message, failed):
+                return
+            delay = self.faults.messages_to_delay.get(name, 0.0)
+            if delay:
+                later = threading.Timer(delay, send, (message, stream))
+                later.daemon = True
+                later.start()
+            else:
+                send(message, stream, more)
+
+        return send_perhaps
+
+    def _fails(self, message: Message, failed: Counter[Any]) -> bool:
+        if not isinstance(message, Note):
+            self._expire(message.call_id)  # type: ignore[union-attr]
+            return True
+        failed[message.seq] += 1
+        return failed[message.seq] <= self.faults.num_fail_sends
+
+    def _expire(self, call_id: int) -> None:
+        """A call is never repeated: as if its time had run out at once."""
+        waiting = self.agent.calls.finish(call_id)
+        if waiting is not None:
+            outcomes = self.agent.outcomes
+            outcomes.settle(waiting.ticket, outcomes.timed_out(waiting))
+            outcomes.complete(waiting.ticket, None)  # before the caller has its future, as in torch
+
+
+def _name_of(message: Message) -> str:
+    match message:
+        case Call(function=function):
+            return "SCRIPT_CALL" if function.startswith(BUILTIN) else "PYTHON_CALL"
+        case RemoteCall(function=function):
+            return "SCRIPT_REMOTE_CALL" if function.startswith(BUILTIN) else "PYTHON_REMOTE_CALL"
+        case Fetch():
+            return "SCRIPT_RREF_FETCH_CALL"
+        case Note(payload=payload):
+            return _NOTES.get(type(payload), "")
+    return ""
+
+
+def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> FaultyTensorPipeRpcBackendOptions:
+    return FaultyTensorPipeRpcBackendOptions(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
+
+
+def _init(
+    store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: FaultyTensorPipeRpcBackendOptions
+) -> TensorPipeAgent:
+    agent = backend_registry.init_telegrad(store, name, rank, world_size, rpc_backend_options)
+    return FaultyTensorPipeAgent(agent._worker, rpc_backend_options, world_size)
+
+
+def register() -> None:
+    if not backend_registry.backend_registered(BACKEND):
+        backend_registry.register_backend(BACKEND, _options, _init)

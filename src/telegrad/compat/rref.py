@@ -1,0 +1,197 @@
+"""RRefs with what torch's have beside the public methods."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar, cast
+
+from telegrad.compat.futures import Future
+from telegrad.compat.profiling import profiled
+from telegrad.compat.words import in_torchs_words, speaks_as_torch, spoken
+from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
+from telegrad.ids import GlobalId
+from telegrad.rref.rref import UNSET_TIMEOUT, call_method
+from telegrad.rref.rref import RRef as TelegradRRef
+from telegrad.wire.callables import export
+from telegrad.wire.messages import RRefFork
+
+T = TypeVar("T")
+
+
+class RRef(TelegradRRef[T]):
+    _type: Future | None = None  # of the value, once somebody has asked for it
+
+    def __init__(self, value: T, type_hint: Any = None) -> None:
+        try:
+            super().__init__(value, type_hint)
+        except NotInitializedError as error:
+            raise spoken(
+                error,
+                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?",
+            ) from None
+
+    # --- the value ----------------------------------------------------------------------------------------------
+
+    @speaks_as_torch
+    def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
+        if self._references.worker.closed:
+            raise NotInitializedError(
+                f"Cannot call to_here() on it after deletion. This worker has shut down, and {self} went with it"
+            )
+        return super().to_here(timeout)
+
+    @speaks_as_torch
+    def local_value(self) -> T:
+        if not self.is_owner():
+            here, there = self._references.worker.info(), self.owner()
+            raise UsageError(
+                f"For UserRRef(rref_id={_id(self._rref_id)}, fork_id={_id(self._torch_fork_id())}), can't call "
+                f"localValue() on user {here}. Call it on owner {there}, or call to_here() for a copy"
+            )
+        return super().local_value()
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner is known to count this handle.
+
+        torch runs a function when the owners have confirmed all references that it is given, telegrad at once.  So
+        this waits for a handle that came in a call: there a program could see the difference.
+        """
+        deadline = time.monotonic() + (self._references.worker.default_timeout or float("inf"))
+        while not super().confirmed_by_owner():
+            if self._creation is not None or time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _check_broken(self) -> None:
+        try:
+            super()._check_broken()
+        except RpcTimeoutError as error:
+            raise spoken(
+                error, "RRef creation via rpc.remote() timed out, and it is possible that the RRef does not exist."
+            ) from None
+
+    def _wait_local(self, timeout: float) -> T:
+        try:
+            return super()._wait_local(timeout)
+        except RpcTimeoutError as error:
+            if self._creation is not None and self._creation.done():  # it is the call that timed out, and not we
+                raise spoken(error, "RRef creation via rpc.remote() timed out.") from None
+            raise
+
+    @speaks_as_torch
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        if dist_autograd_ctx_id == -1 and not self.is_owner():
+            raise UsageError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        super().backward(dist_autograd_ctx_id, retain_graph)
+
+    # --- what it is ---------------------------------------------------------------------------------------------
+
+    def _get_type(self, timeout: float = UNSET_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value, asked for once; a future of it unless ``blocking``."""
+        if self._type is None:
+            if self.is_owner():
+                with in_torchs_words():
+                    self._type = Future()
+                    self._type.set_result(type(self.local_value()))
+            else:
+                worker = self._references.worker
+                with profiled(worker, "async", self._owner, _rref_typeof_on_owner):
+                    self._type = cast(
+                        "Future", worker.rpc_async(self._owner, _rref_typeof_on_owner, (self,), timeout=timeout)
+                    )
+        asked = self._type
+        assert asked is not None
+        if not blocking:
+            return asked
+        try:
+            return asked.wait()
+        except Exception:
+            self._type = None  # the next one asks again
+            raise
+
+    def _get_future(self) -> Any:
+        """Done when the owner has noted this reference; for one that was made by ``remote``."""
+        if self._creation is None:
+            raise UsageError(f"{self} was not made by remote() here, so there is no call to wait for")
+        return self._creation
+
+    # --- methods of the value ------------------------------------------------------------------------------------
+    # As in torch, one that the value's type does not have is an AttributeError at once.
+
+    def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        return _Proxy(self, self._references.worker.rpc_sync, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        return _Proxy(self, self._references.worker.rpc_async, timeout)
+
+    def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
+        return _Proxy(self, self._references.worker.remote, timeout)
+
+    # --- on its way ---------------------------------------------------------------------------------------------
+
+    def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
+        try:
+            self._check_alive()
+            return super().__telegrad_share__(to, answered)
+        except RpcTimeoutError as error:
+            raise UsageError(str(error)) from None  # the call that would take it along fails, and does not time out
+
+    def _serialize(self) -> NoReturn:
+        """torch gives bytes with which anybody can make another handle; telegrad counts who holds one."""
+        self._check_alive()
+        if not self.is_owner():
+            self._check_broken()
+        raise UsageError(f"{self} cannot be made bytes: send it inside a call, where both sides count it")
+
+    def _check_alive(self) -> None:
+        if self._references.worker.closed:
+            raise NotInitializedError(f"Cannot call fork an UserRRef after deletion: {self} ended with this worker")
+        if self.is_owner() and self._creation is not None and self._creation.done():
+            self._wait_local(UNSET_TIMEOUT)  # a call to oneself that timed out has nothing to share
+
+    def __reduce__(self) -> Any:
+        raise SerializationError(
+            "Can not pickle rref in python pickler, rref can only be pickled when using RPC: send it inside a call"
+        )
+
+    def _torch_fork_id(self) -> GlobalId:
+        """telegrad gives the fork of a reference's creator the same number as the reference, torch the next one."""
+        assert self._fork_id is not None
+        is_creator = self._fork_id == self._rref_id
+        return GlobalId(self._fork_id.created_on, self._fork_id.local_id + 1) if is_creator else self._fork_id
+
+    def __repr__(self) -> str:
+        if self.is_owner():
+            return f"OwnerRRef({_id(self._rref_id)})"
+        return f"UserRRef(RRefId = {_id(self._rref_id)}, ForkId = {_id(self._torch_fork_id())})"
+
+    __str__ = __repr__
+
+
+def _id(number: GlobalId) -> str:
+    return f"GloballyUniqueId(created_on={number.created_on}, local_id={number.local_id})"
+
+
+@export
+def _rref_typeof_on_owner(rref: TelegradRRef[Any]) -> type:
+    """Runs on the owner."""
+    return type(rref.local_value())
+
+
+class _Proxy:
+    """Turns attribute access into calls of the value's methods."""
+
+    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:
+        self._rref = rref
+        self._call = call
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            rref = self._rref
+            getattr(rref._get_type(self._timeout), name)  # raises what the value itself would
+            return self._call(rref._owner, call_method, (rref, name, args, kwargs), None, self._timeout)
+
+        return method

@@ -1,0 +1,152 @@
+"""A worker with torch's manners: what it hands out, and what it says when a function fails."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from telegrad.agent.execution import execute
+from telegrad.agent.failures import story_of
+from telegrad.agent.link import Link
+from telegrad.autograd.context import Context
+from telegrad.compat.futures import Future
+from telegrad.compat.graph_view import is_recv
+from telegrad.compat.rref import RRef
+from telegrad.compat.words import as_torch_rebuilds, speaks_as_torch
+from telegrad.errors import TelegradError, UsageError
+from telegrad.ids import GlobalId
+from telegrad.rpc.options import check_name
+from telegrad.wire.frames import Frame
+from telegrad.wire.messages import Call
+from telegrad.worker import To, Worker
+from telegrad.worker import WorkerInfo as TelegradWorkerInfo
+
+_LATE_DROPS = 10.0  # seconds
+BUILTIN = "torch:"  # how the names of torch's operators begin
+
+
+class NoSuchOverloadError(TelegradError, TypeError):
+    """An operator of torch was called with arguments that it does not take."""
+
+
+class WorkerInfo(TelegradWorkerInfo):
+    """The name and id of a worker; a name that cannot be is refused at once, as in torch."""
+
+    def __init__(self, name: str, id: int) -> None:
+        try:
+            check_name(name)
+        except UsageError as error:
+            words = (
+                "Worker name must be non-empty."
+                if not name
+                else "Worker name must match ^[A-Za-z0-9-_:]*$, and be shorter than 128 characters."
+            )
+            raise UsageError(f"{words} {error}") from None
+        super().__init__(name, id)
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class CompatWorker(Worker):
+    future_type = Future
+    rref_type = RRef
+    leaks_are_errors = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent.handlers[Call] = self._run_call
+        #: The nodes of what was received, by message; torch keeps them in the context.
+        self.recvs: WeakKeyDictionary[Context, dict[int, list[Any]]] = WeakKeyDictionary()
+        self._incoming = self.autograd.attach.incoming
+        self.agent.bodies.incoming = self._note_recvs
+        self._create_remote = self.references.create_remote
+        self.references.create_remote = self._numbered_as_in_torch  # type: ignore[method-assign]
+
+    def info(self, of: To | None = None) -> WorkerInfo:
+        found = super().info(of)
+        return WorkerInfo(found.name, found.id)
+
+    def _note_recvs(self, sender: int, extra: Any, tensors: list[Tensor]) -> Any:
+        scope = self._incoming(sender, extra, tensors)
+        nodes = [tensor.grad_fn for tensor in tensors if is_recv(tensor.grad_fn)]
+        context = self.autograd.registry.find(extra[0]) if nodes else None
+        if context is not None:
+            self.recvs.setdefault(context, {})[sender << 48 | extra[1]] = nodes
+        return scope
+
+    def _numbered_as_in_torch(self, owner: int) -> tuple[GlobalId, GlobalId]:
+        """torch gives the creator's fork a number of its own, the next one, and ``RRef`` shows it: leave it out."""
+        made = self._create_remote(owner)
+        self.references.ledger.leave_out_id()
+        return made
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    @speaks_as_torch
+    def rpc_sync(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().rpc_sync(*args, **kwargs)
+        except Exception as error:
+            rebuilt = as_torch_rebuilds(error)
+            if rebuilt is error:
+                raise
+            raise rebuilt from None
+
+    rpc_async = speaks_as_torch(Worker.rpc_async)
+    remote = speaks_as_torch(Worker.remote)
+    fetch = speaks_as_torch(Worker.fetch)
+
+    # --- what others call here ----------------------------------------------------------------------------------
+
+    def _run_call(self, link: Link, frame: Frame) -> None:
+        message = frame.message
+        assert isinstance(message, Call)
+        agent, call_id, function = self.agent, message.call_id, message.function
+
+        def fail(error: BaseException) -> None:
+            agent.answer_failure(link, call_id, self._told(error, function))
+
+        execute(agent, link, frame, lambda value: agent.answer(link, call_id, value), fail)
+
+    def _told(self, error: BaseException, function: str) -> BaseException:
+        """torch's worker prints the error of a function that it runs for another, and speaks of overloads."""
+        if function.startswith(BUILTIN) and isinstance(error, TypeError) and not isinstance(error, TelegradError):
+            return NoSuchOverloadError(
+                f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
+            ).with_traceback(error.__traceback__)
+        if not function.startswith(BUILTIN):
+            print(f"On {self.info()}:\n{error!r}\n{story_of(error)}", file=sys.stderr)
+        return error
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def drop_all_handles(self, timeout: float) -> None:
+        """Gives up all references to values of others, and waits until their owners know."""
+        deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+        self._wait_for_owners(deadline, "pending_forks")
+        self.references.give_up_handles()
+        self._wait_for_owners(deadline, "user_forks")
+
+    def _wait_for_owners(self, deadline: float, of_forks: str) -> None:
+        while self.references.counts()[of_forks] or self.agent.unacknowledged:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.002)
+
+    def _wait_for_all(self, deadline: float, timeout: float) -> None:
+        super()._wait_for_all(deadline, timeout)
+        if not self.leaks_are_errors:
+            return
+        # What the last calls took along was dropped when they ended: first all say so, and then all look.
+        self.references.let_go()
+        self._wait_for_owners(min(deadline, time.monotonic() + _LATE_DROPS), "leaving_forks")
+        super()._wait_for_all(deadline, timeout)
+        held = self.references.counts()["values_with_forks"]
+        super()._wait_for_all(deadline, timeout)  # and nobody leaves before all have looked
+        if held:
+            raise TelegradError(f"Leaking RRefs: other workers still hold references to {held} values of {self.info()}")
