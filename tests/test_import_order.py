@@ -43,7 +43,7 @@ LAYERS = [line.split() for line in """
     telegrad.rref.ledger
     telegrad.rref.references
     telegrad.rref.rref
-    telegrad.autograd.diffusion  telegrad.autograd.functions  telegrad.autograd.node_hooks
+    telegrad.autograd.diffusion  telegrad.autograd.functions
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
     telegrad.autograd.attach  telegrad.autograd.local_pass  telegrad.autograd.reducers
     telegrad.autograd.passes
@@ -72,7 +72,8 @@ LAYERS = [line.split() for line in """
     telegrad.checkpoint.owners  telegrad.checkpoint.things
     telegrad.checkpoint.loading  telegrad.checkpoint.saving
     telegrad.checkpoint
-    telegrad.compat.children  telegrad.compat.graph_view  telegrad.compat.optim  telegrad.compat.profiling
+    telegrad.compat.children  telegrad.compat.graph_view  telegrad.compat.node_hooks  telegrad.compat.optim
+    telegrad.compat.profiling
     telegrad.compat.words
     telegrad.compat.futures
     telegrad.compat.rref

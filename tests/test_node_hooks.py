@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support import PATIENCE
 from telegrad import autograd, rpc
-from telegrad.autograd import node_hooks
+from telegrad.compat import node_hooks
 from telegrad.testing import Cluster, cluster
 
 
@@ -19,6 +19,8 @@ from telegrad.testing import Cluster, cluster
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setattr(node_hooks, "_seen", [False])
     with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
+        for worker in workers:
+            node_hooks.watch(worker.autograd.leaves)
         yield workers
 
 

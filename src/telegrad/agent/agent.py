@@ -7,6 +7,7 @@ type, and two interceptors, one for the tensors of a body going out and one for 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,7 @@ log = logging.getLogger("telegrad.agent")
 _TRIM_SECONDS = 30.0
 _ACK_SECONDS = 0.1  # how long an acknowledgement waits for a note that it can ride on; well below ``note_pause``
 _GOODBYE_SECONDS = 2.0
+_SOON_SECONDS = 0.01  # how long a note waits at most for a message that it can ride on
 
 Handler = Callable[[Link, Frame], None]
 NoteHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the payload, what opens the body's value
@@ -83,6 +85,7 @@ class Agent:
         self.note_handlers: dict[type, NoteHandler] = {}
         self.light_notes: set[type] = set()  # handled where they are read: quick, and they wait for nothing
         self.lost_handlers: list[Callable[[int], None]] = []
+        self.now_and_then: Callable[[], float] = lambda: math.inf  # called at each tick; in how many seconds again?
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
         self.closing = False
         self.started_calls = 0
@@ -172,11 +175,12 @@ class Agent:
         message: Callable[[int, Body], Message],
         value: Any = None,
         future: Future | None = None,
+        notice: Callable[[Exception | None], None] | None = None,
     ) -> Waiting[Ticket]:
-        """Sends a request.  ``message`` makes it from its id and body."""
+        """Sends a request.  ``message`` makes it from its id and body; ``notice`` is told of the outcome."""
         link = self.link_to(peer)
         parcel = self.bodies.pack(peer, link, value, answered=True)
-        waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, Ticket(link, future))
+        waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, Ticket(link, future, notice))
         self.started_calls += 1
         if parcel.lent:
             self._lent[waiting.call_id] = link, parcel.lent
@@ -277,8 +281,12 @@ class Agent:
         payload: NotePayload,
         value: Any = None,
         tensors: values.Bundle | None = None,
+        soon: bool = False,
     ) -> bool:
-        """Sends an internal message that takes effect exactly once.  False: the receiver is gone."""
+        """Sends an internal message that takes effect exactly once.  False: the receiver is gone.
+
+        ``soon``: nobody waits for it, so it may wait for a message that it can ride on.
+        """
         peer = self.peer(to)
         parcel = values.EMPTY_PARCEL
         try:
@@ -292,8 +300,12 @@ class Agent:
             if peer.state is not PeerState.KNOWN:
                 return False
             note = self._outbox.post(to, payload, time.monotonic(), parcel, self._inbox.acks_for(to))
-        self._send_note(peer, (note, parcel))
-        self._clock.wake_before(time.monotonic() + self.options.note_pause)  # to repeat it, if need be
+        if soon and peer.link is not None:
+            peer.link.post(note)
+            self._clock.wake_before(time.monotonic() + _SOON_SECONDS)
+        else:
+            self._send_note(peer, (note, parcel))
+            self._clock.wake_before(time.monotonic() + self.options.note_pause)  # to repeat it, if need be
         return True
 
     def _send_note(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
@@ -408,6 +420,7 @@ class Agent:
             for link in self.peer(worker).links[:1]:
                 self.pool.submit((self._acknowledge, link, None))
         self.bodies.give_back()
+        again_in = self.now_and_then()
         for peer in self.peers:
             for link in peer.links if peer.id != self.me.worker_id else ():
                 self._check_pulse(link, now)
@@ -417,6 +430,7 @@ class Agent:
         pause = min(self.options.heartbeat / 4, 1.0, *(peer.record.heartbeat / 4 or 1.0 for peer in self.peers))
         if self.unacknowledged:
             pause = min(pause, self.options.note_pause)
+        pause = min(pause, again_in)
         return min(now + pause, self.calls.next_deadline())
 
     def _check_pulse(self, link: Link, now: float) -> None:

@@ -23,11 +23,14 @@ from telegrad.wire.messages import Body, Failure, Reply
 class Ticket:
     """Where the outcome of one call arrives.  Plain slots and a lock: a ``threading.Event`` costs 3 us more a call."""
 
-    __slots__ = ("future", "gate", "grad_enabled", "helped", "link", "outcome")
+    __slots__ = ("future", "gate", "grad_enabled", "helped", "link", "notice", "outcome")
 
-    def __init__(self, link: Link, future: Future | None) -> None:
+    def __init__(
+        self, link: Link, future: Future | None, notice: Callable[[Exception | None], None] | None = None
+    ) -> None:
         self.link = link
         self.future = future
+        self.notice = notice  # told of the outcome, in place of a future: something quick, of ours
         self.grad_enabled = future is None or torch.is_grad_enabled()  # a future is completed by another thread
         self.outcome: Frame | TelegradError | None = None
         self.helped = False  # the thread that waits for the future will complete it
@@ -146,6 +149,9 @@ class Outcomes:
 
     def complete(self, ticket: Ticket, _: Any) -> None:
         """Settles a future, on a thread that may run its callbacks."""
+        if ticket.notice is not None:
+            self._tell(ticket, ticket.notice)
+            return
         future = ticket.future
         if future is None or not ticket.gate.acquire(blocking=False):
             return  # another thread completes it
@@ -162,7 +168,20 @@ class Outcomes:
         """Hands an outcome over; what is left to do when a future with callbacks waits for it."""
         ticket.outcome = outcome
         ticket.gate.release()
+        if ticket.notice is not None:
+            if type(outcome) is Frame and type(outcome.message) is Reply:
+                ticket.notice(None)
+                return None
+            return (self.complete, ticket, None)
         return (self.complete, ticket, None) if ticket.future is not None and not ticket.helped else None
+
+    def _tell(self, ticket: Ticket, notice: Callable[[Exception | None], None]) -> None:
+        try:
+            self._result(ticket)
+        except Exception as error:
+            notice(error)
+        else:
+            notice(None)
 
     def discard(self, link: Link, frame: Frame) -> None:
         """An answer that nobody waits for any more."""

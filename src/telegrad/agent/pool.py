@@ -66,7 +66,7 @@ class Pool:
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
         self._epoll.register(self._bell, select.EPOLLIN)
         # Not closed before nobody can ring it: its number may be another file's by then.
-        weakref.finalize(self, os.close, self._bell)
+        weakref.finalize(self, os.close, self._bell).atexit = False  # what goes even later may still ring
         self._sources: dict[int, Source] = {}
         self._queue: deque[Work] = deque()  # calls of users
         self._urgent: deque[Work] = deque()  # everything else

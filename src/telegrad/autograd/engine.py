@@ -69,9 +69,9 @@ class Engine:
         self.registry = Registry(self._me)
         self.attach = Attach(self.registry, self._is_gone)
         watch()
-        leaves = Leaves()
-        self.swapping = leaves.swapping
-        self._runner = Runner(agent, self._fail, self._lost, leaves)
+        self.leaves = Leaves()
+        self.swapping = self.leaves.swapping
+        self._runner = Runner(agent, self._fail, self._lost, self.leaves)
         self._graveyard = Graveyard()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()

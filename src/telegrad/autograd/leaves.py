@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad.autograd import node_hooks
 from telegrad.autograd.context import Context
 from telegrad.autograd.passes import Pass
 
@@ -20,8 +19,8 @@ _OURS = 3  # references to a gradient that nobody else has: the engine's result,
 
 class Leaves:
     def __init__(self) -> None:
-        node_hooks.watch()
         self.swapping = threading.RLock()  # while a context's gradient stands in ``.grad``, for a hook or an optimizer
+        self.after: Callable[[Node, Tensor], None] | None = None  # called with each gradient that has come to a leaf
 
     def add(
         self,
@@ -47,8 +46,8 @@ class Leaves:
                 continue
             if variable._post_accumulate_grad_hooks:
                 self._after_accumulation(this.context, variable)
-            if node_hooks.may_be_there():
-                node_hooks.fire(leaf, gradient, self.swapping)
+            if self.after is not None:
+                self.after(leaf, gradient)
 
     def _after_accumulation(self, context: Context, variable: Any) -> None:
         """Hooks that expect to find the sum in ``.grad``, and may change it there."""

@@ -13,6 +13,7 @@ from telegrad.agent.execution import execute
 from telegrad.agent.failures import story_of
 from telegrad.agent.link import Link
 from telegrad.autograd.context import Context
+from telegrad.compat import node_hooks
 from telegrad.compat.futures import Future
 from telegrad.compat.graph_view import is_recv
 from telegrad.compat.rref import RRef
@@ -60,12 +61,16 @@ class CompatWorker(Worker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent.handlers[Call] = self._run_call
+        node_hooks.watch(self.autograd.leaves)
         #: The nodes of what was received, by message; torch keeps them in the context.
         self.recvs: WeakKeyDictionary[Context, dict[int, list[Any]]] = WeakKeyDictionary()
         self._incoming = self.autograd.attach.incoming
         self.agent.bodies.incoming = self._note_recvs
         self._create_remote = self.references.create_remote
         self.references.create_remote = self._numbered_as_in_torch  # type: ignore[method-assign]
+
+    def creation_future(self) -> Future:
+        return Future()
 
     def info(self, of: To | None = None) -> WorkerInfo:
         found = super().info(of)

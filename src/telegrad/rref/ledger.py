@@ -406,6 +406,10 @@ class Ledger:
         fork = self._forks.get(fork_id)
         return fork is not None and fork.state not in (_S.LEAVING, _S.CLOSING)
 
+    def holds_any(self) -> bool:
+        """Whether there is any handle here on a value of another worker."""
+        return bool(self._forks)
+
     def expects(self, rref_id: GlobalId) -> bool:
         """On the owner, asked by the holder of a fork: whether the value is here, or a RemoteCall will bring it."""
         return self._known_or_expected(rref_id) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import math
 import threading
 import time
 from collections import deque
@@ -27,12 +28,15 @@ from telegrad.wire.messages import (
     ForkRefused,
     ForkRequest,
     RemoteCall,
+    Reply,
     RRefFork,
     UserDelete,
 )
 
 if TYPE_CHECKING:
     from telegrad.worker import Worker
+
+_DROP_SECONDS = 0.05  # how long a handle that was garbage collected may wait for a call
 
 
 class Owned:
@@ -66,6 +70,10 @@ class Owned:
     @property
     def done(self) -> bool:
         return self._done.is_set()
+
+    @property
+    def awaited(self) -> bool:
+        return bool(self._waiting)
 
     def wait(self, timeout: float | None) -> bool:
         return self._done.wait(timeout)
@@ -103,6 +111,7 @@ class References:
         agent.handlers[Fetch] = self._answer_fetch
         agent.bodies.make_reference = self._receive
         agent.lost_handlers.append(self._worker_lost)
+        agent.now_and_then = self._now_and_then
         for kind in (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete):
             agent.note_handlers[kind] = self._take_note
 
@@ -164,8 +173,12 @@ class References:
                 self.agent.pool.submit((lambda orders, _: self._carry_out(orders), instructions, None))
             return
         self._dropped.append((rref_id, fork_id))
-        if not self.agent.closing:
+
+    def _now_and_then(self) -> float:
+        """To wake a thread for each handle that goes would cost more than all the rest: a call takes it up, or this."""
+        if self._dropped:
             self.agent.pool.submit((lambda *_: self.let_go(), None, None))
+        return _DROP_SECONDS if self.ledger.holds_any() else math.inf
 
     def let_go(self) -> None:
         """Takes up what was dropped."""
@@ -215,8 +228,13 @@ class References:
         def finish(result: Any, error: BaseException | None = None) -> None:
             if error is not None:
                 let_go_of_frames(error)  # these hold the arguments, and us
-            value.set(result, error)
-            self.agent.answer(link, message.call_id, None)
+            if value.awaited:
+                link.post(Reply(message.call_id))  # with the value itself, if it goes the same way
+                value.set(result, error)
+                link.flush()
+            else:
+                value.set(result, error)
+                self.agent.answer(link, message.call_id, None)
 
         execute(self.agent, link, frame, finish, lambda error: finish(None, error))
 
@@ -252,7 +270,7 @@ class References:
         for instruction in instructions:
             match instruction:
                 case Send(to, note):
-                    self.agent.post(to, note)
+                    self.agent.post(to, note, soon=True)
                 case Free(rref_id):
                     with self._lock:
                         freed = self._owned.pop(rref_id, None)

@@ -2,23 +2,31 @@
 
 A pass captures what comes to a leaf and does not run its node, so such hooks would not fire.  Nobody can ask a node
 whether it has any, but torch calls a function written in Python whenever one is registered.  From then on the nodes of
-leaves run too, for their hooks only: what they leave in ``.grad`` is dropped.
+all leaves run too, for their hooks only: what they leave in ``.grad`` is dropped.  This costs a call of torch's engine
+for each leaf, and other threads may see such a ``.grad``; so it is done for programs written for torch's, alone.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.function import _HookMixin
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
+from telegrad.autograd.leaves import Leaves
+
 _seen = [False]
 
 
-def watch() -> None:
-    """From now on a hook of any node is noticed."""
+def watch(leaves: Leaves) -> None:
+    """From now on a hook of any node is noticed, and fires for these leaves."""
+
+    def after(leaf: Node, gradient: Tensor) -> None:
+        if _seen[0]:
+            fire(leaf, gradient, leaves)
+
+    leaves.after = after
     register: Any = _HookMixin._register_hook
     if hasattr(register, "_telegrad"):
         return
@@ -31,14 +39,10 @@ def watch() -> None:
     _HookMixin._register_hook = staticmethod(remember)  # type: ignore[method-assign]
 
 
-def may_be_there() -> bool:
-    return _seen[0]
-
-
-def fire(leaf: Node, gradient: Tensor, swapping: AbstractContextManager[Any]) -> None:
+def fire(leaf: Node, gradient: Tensor, leaves: Leaves) -> None:
     """Runs the node of a leaf.  The hooks of its tensor have fired, or will, elsewhere."""
     variable: Any = leaf.variable  # type: ignore[attr-defined]
-    with swapping:
+    with leaves.swapping:
         before, variable.grad = variable.grad, None
         taken = [(hooks, dict(hooks)) for hooks in _tensor_hooks(variable)]
         for hooks, _ in taken:
