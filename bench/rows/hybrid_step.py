@@ -100,7 +100,8 @@ class _Step(Case[None]):
             right += alone.dense.parameters()
             found += dense
         for one, other in zip(found, right, strict=True):
-            if not torch.allclose(one, other, rtol=1e-3, atol=1e-5):
+            # In float32 the order of sums grows to 1e-4 within the steps; a step that is lost or done twice, to more.
+            if not torch.allclose(one, other, rtol=1e-3, atol=1e-3):
                 raise WrongReplyError(f"after {calls} steps a parameter is off by {(one - other).abs().max()}")
 
 
