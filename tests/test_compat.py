@@ -22,7 +22,7 @@ import telegrad.rpc
 from puppets import PROGRAMS, clean_environment
 from support import eventually
 from telegrad.cli import main
-from telegrad.compat import autograd, nn, rpc, words
+from telegrad.compat import autograd, nn, optim, rpc, words
 from telegrad.compat.children import SITE, VARIABLE, adopt_children
 from telegrad.compat.futures import Future, collect_all, wait_all
 from telegrad.compat.rpc import gather
@@ -129,6 +129,62 @@ def test_a_process_without_torch_stays_without_it_and_runs_its_own_sitecustomize
     code = "import sys; print('torch' in sys.modules, any(p.endswith('compat/site') for p in sys.path))"
     done = run("-c", code, **environment)
     assert done.stdout.split("\n")[:2] == ["the other one", "False False"], done.stderr
+
+
+@pytest.mark.parametrize("before", ["/x", "/x:", ":/x", ""])
+def test_the_path_of_modules_stays_as_it_was(before: str) -> None:
+    environment = {"PYTHONPATH": before}
+    adopt_children(environment)
+    assert environment["PYTHONPATH"] == (f"{SITE}:{before}" if before else SITE)
+
+
+def test_a_look_for_torch_before_its_import_changes_nothing(tmp_path: Path) -> None:
+    program = tmp_path / "probe.py"
+    program.write_text(
+        "import importlib.util\nassert importlib.util.find_spec('torch')\nassert importlib.util.find_spec('torch')\n"
+        "import torch.distributed.rpc as rpc\nprint(rpc.__name__)\n"
+    )
+    done = run("-m", "telegrad", "compat", str(program))
+    assert done.stdout == "telegrad.compat.rpc\n", done.stderr
+
+
+DYING = """
+import os, signal, sys, time
+import torch.distributed.rpc as rpc
+import torch.multiprocessing as mp
+
+def work(rank):
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    rpc.shutdown()
+    os.write(1, b"left\\n")
+
+if __name__ == "__main__":
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    workers = [mp.get_context("spawn").Process(target=work, args=(rank,)) for rank in range(3)]
+    for each in workers:
+        each.start()
+    for each in workers:
+        each.join(50)
+        each.kill()
+"""
+
+
+def test_a_graceful_shutdown_goes_on_without_a_worker_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    done = run("-m", "telegrad", "compat", str(tmp_path / "dying.py"), str(free_port()))
+    assert done.stdout == "left\nleft\n", done.stdout + done.stderr
+
+
+def test_a_step_without_gradients_does_nothing(alone: Any) -> None:
+    parameter = torch.ones(2, requires_grad=True)
+    optimizer = optim.DistributedOptimizer(torch.optim.SGD, [rpc.RRef(parameter)], lr=1.0)
+    with autograd.context() as context_id:
+        optimizer.step(context_id)
+    assert parameter.tolist() == [1.0, 1.0]
+    del optimizer
 
 
 def test_the_command_names_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from support import PATIENCE, assert_no_references, in_thread, no_new_threads
 from telegrad import autograd, rpc
@@ -568,3 +569,19 @@ def test_step_hooks(trio: Cluster) -> None:
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
     step(optimizer, 1)
     assert seen == ["before", "after"]
+
+
+def test_hooks_of_all_optimizers_fire_for_plain_sgd_too(trio: Cluster) -> None:
+    fired: list[str] = []
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(weight)], lr=1.0)
+    handle = register_optimizer_step_post_hook(lambda which, *_: fired.append(type(which).__name__))
+    try:
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [weight.sum()])
+            optimizer.step(context_id)
+    finally:
+        handle.remove()
+    assert fired == ["SGD"]
+    assert weight.tolist() == [0.0, 0.0]
+    del optimizer

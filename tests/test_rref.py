@@ -510,6 +510,21 @@ def test_without_pickle_an_error_shows_no_line_of_the_program(caplog: pytest.Log
     assert 'raise ValueError("no")' in caplog.text  # where it was raised
 
 
+@rpc.export
+def value_of(reference: rpc.RRef[Any]) -> Any:
+    return reference.local_value()
+
+
+def test_without_pickle_a_value_that_was_not_made_shows_no_line_of_the_program() -> None:
+    with cluster("a", "b", allow_pickle=False) as workers, workers.on("a"):
+        broken = rpc.remote("b", refuse_with_a_secret_line)
+        for ask in (rpc.RRef.to_here, lambda reference: rpc.rpc_sync("b", value_of, (reference,))):
+            with pytest.raises(ValueError, match="no") as caught:
+                ask(broken)
+            assert "test_rref" not in str(caught.value) + "".join(getattr(caught.value, "__notes__", []))
+        del broken
+
+
 # --- lent to the owner ------------------------------------------------------------------------------------------------
 
 

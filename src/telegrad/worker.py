@@ -207,8 +207,9 @@ class Worker:
                 future,
                 notice,
             )
-        except TelegradError as error:
-            self.references.not_created(fork_id, error)
+        except BaseException as error:  # a Ctrl-C too, while the arguments were packed
+            reason = error if isinstance(error, TelegradError) else UsageError(f"remote was interrupted: {error!r}")
+            self.references.not_created(fork_id, reason)
             raise
         return rref
 

@@ -300,9 +300,12 @@ class Agent:
             if peer.state is not PeerState.KNOWN:
                 return False
             note = self._outbox.post(to, payload, time.monotonic(), parcel, self._inbox.acks_for(to))
-        if soon and peer.link is not None:
-            peer.link.post(note)
+        link = peer.link
+        if soon and link is not None:
+            link.post(note)
             self._clock.wake_before(time.monotonic() + _SOON_SECONDS)
+        elif soon:  # to dial may take long
+            self.pool.submit((self._send_note, peer, (note, parcel)))
         else:
             self._send_note(peer, (note, parcel))
             self._clock.wake_before(time.monotonic() + self.options.note_pause)  # to repeat it, if need be
@@ -345,6 +348,9 @@ class Agent:
                         self.pool.run_here(work, link.end_attending)
                 finally:
                     link.end_attending()
+
+    def tick_within(self, seconds: float) -> None:
+        self._clock.wake_before(time.monotonic() + seconds)
 
     def _acknowledge(self, link: Link, _: Any) -> None:
         with self._lock:
@@ -437,7 +443,8 @@ class Agent:
         silence = now - link.last_heard
         if silence > self.options.heartbeat:
             self.link_broken(link, f"it was silent for {silence:.0f} s")
-        elif link.dialled and silence > self._pulse_of(link) / 4:
+        elif link.dialled and min(silence, now - link.pinged) > self._pulse_of(link) / 4:
+            link.pinged = now
             # A full socket would block the clock, so a thread of the pool asks.
             self.pool.submit((lambda link, _: link.send(Ping()), link, None))
         elif link.has_posted():

@@ -29,7 +29,7 @@ def failure_of(
     ``tells_where``: with its traceback, which shows lines of the program.
     """
     try:
-        parcel = pack((_args_of(error), _attributes_of(error)))
+        parcel = pack((_args_of(error), _attributes_of(error, tells_where)))
     except BaseException:
         parcel = EMPTY_PARCEL  # its type and text still go
     try:
@@ -48,8 +48,9 @@ def failure_of(
     return failure, parcel
 
 
-def _attributes_of(error: BaseException) -> dict[str, Any]:
-    return {name: value for name, value in error.__dict__.items() if name not in (_STORY, _TOLD)}
+def _attributes_of(error: BaseException, tells_where: bool) -> dict[str, Any]:
+    ours = {_STORY, _TOLD} if tells_where else {_STORY, _TOLD, "__notes__"}  # a note may be the story of another error
+    return {name: value for name, value in error.__dict__.items() if name not in ours}
 
 
 def _args_of(error: BaseException) -> Any:

@@ -34,6 +34,7 @@ class Link(Protocol):
     peer_id: int
     dialled: bool  # by this side
     last_heard: float  # when the peer, or its host, last gave a sign of life
+    pinged: float  # when we last asked for one
     brings_calls: bool  # and not only notes: a thread that served one looks out for the next
     lane_open: bool  # the peer can read our slabs
     held: dict[int, Any]  # the slabs that the peer has not given back, by number
@@ -88,6 +89,7 @@ class StreamLink:
         self.peer_id = peer_id
         self.dialled = dialled
         self.last_heard = time.monotonic()
+        self.pinged = 0.0
         self.brings_calls = False
         self.lane_open = False
         self.held: dict[int, Any] = {}

@@ -35,6 +35,7 @@ class MemoryLink:
         self.peer_id = peer_id
         self.dialled = dialled
         self.last_heard = math.inf  # nobody is silent in here
+        self.pinged = 0.0
         self.brings_calls = False
         self.lane_open = False
         self.held: dict[int, Any] = {}

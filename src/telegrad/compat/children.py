@@ -22,6 +22,6 @@ SITE = str(Path(__file__).parent / "site")
 def adopt_children(environment: MutableMapping[str, str]) -> None:
     """Changes an environment so that Python processes that get it run on telegrad."""
     environment[VARIABLE] = "1"
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    if SITE not in paths:
-        environment["PYTHONPATH"] = os.pathsep.join([SITE, *filter(None, paths)])
+    before = environment.get("PYTHONPATH", "")
+    if SITE not in before.split(os.pathsep):
+        environment["PYTHONPATH"] = f"{SITE}{os.pathsep}{before}" if before else SITE

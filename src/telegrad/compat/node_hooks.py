@@ -2,8 +2,9 @@
 
 A pass captures what comes to a leaf and does not run its node, so such hooks would not fire.  Nobody can ask a node
 whether it has any, but torch calls a function written in Python whenever one is registered.  From then on the nodes of
-all leaves run too, for their hooks only: what they leave in ``.grad`` is dropped.  This costs a call of torch's engine
-for each leaf, and other threads may see such a ``.grad``; so it is done for programs written for torch's, alone.
+all leaves run too, for their hooks only: what they leave in ``.grad``, and what a prehook returns, is dropped.  This
+costs a call of torch's engine for each leaf, and other threads may see such a ``.grad``; so it is done for programs
+written for torch's, alone.
 """
 
 from __future__ import annotations

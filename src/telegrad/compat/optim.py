@@ -1,5 +1,12 @@
-"""Stands in for what ``torch.distributed.optim`` has for RPC: telegrad's own does as torch's."""
+"""Stands in for what ``torch.distributed.optim`` has for RPC."""
 
-from telegrad.optim import DistributedOptimizer as DistributedOptimizer
+from telegrad.optim import DistributedOptimizer as TelegradOptimizer
 
 __all__ = ["DistributedOptimizer"]
+
+
+class DistributedOptimizer(TelegradOptimizer):
+    """As telegrad's; but a step for which there are no gradients does nothing, as in torch."""
+
+    def _had_no_gradients(self, context_id: int | None) -> None:
+        pass

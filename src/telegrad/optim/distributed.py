@@ -85,9 +85,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._known, self._kept = settings, 0
         if not any(counts.values()):
-            raise UsageError(f"nothing to step with: no parameter has a gradient in {self._describe(context_id)}")
+            self._had_no_gradients(context_id)
         for hook in list(self._optimizer_step_post_hooks.values()):
             hook(self, (context_id,), {})
+
+    def _had_no_gradients(self, context_id: int | None) -> None:
+        raise UsageError(f"nothing to step with: no parameter has a gradient in {self._describe(context_id)}")
 
     def accumulate(self, context_id: int) -> None:
         """Keeps the gradients of a context for the next step: the way to take several contexts in one step.

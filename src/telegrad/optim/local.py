@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from telegrad.autograd.context import add_up
 from telegrad.current import current_worker
@@ -105,6 +106,8 @@ def _only_descends(optimizer: torch.optim.Optimizer) -> bool:
         type(optimizer) is torch.optim.SGD
         and not optimizer._optimizer_step_pre_hooks
         and not optimizer._optimizer_step_post_hooks
+        and not _global_optimizer_pre_hooks
+        and not _global_optimizer_post_hooks
         and all(
             group["foreach"] is None
             and not any(group[other] for other in ("momentum", "weight_decay", "maximize", "differentiable", "fused"))

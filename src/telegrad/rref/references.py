@@ -124,8 +124,14 @@ class References:
         return rref_id
 
     def create_remote(self, owner: int) -> tuple[GlobalId, GlobalId]:
+        self._expect_drops()
         with self._lock:
             return self.ledger.create_remote(WorkerId(owner))
+
+    def _expect_drops(self) -> None:
+        """The clock may have gone to sleep for long while there was nothing to drop."""
+        if not self.ledger.holds_any():
+            self.agent.tick_within(_DROP_SECONDS)
 
     def created(self, fork_id: GlobalId) -> None:
         self._obey(lambda: self.ledger.creation_confirmed(fork_id))
@@ -152,6 +158,7 @@ class References:
         self._obey(partial(self.ledger.unshare, fork))
 
     def _receive(self, fork: RRefFork) -> Any:
+        self._expect_drops()
         with self._lock:
             fork_id, instructions = self.ledger.receive(fork)
             if fork.owner == self.agent.me.worker_id and fork_id is None:
@@ -178,7 +185,7 @@ class References:
         """To wake a thread for each handle that goes would cost more than all the rest: a call takes it up, or this."""
         if self._dropped:
             self.agent.pool.submit((lambda *_: self.let_go(), None, None))
-        return _DROP_SECONDS if self.ledger.holds_any() else math.inf
+        return _DROP_SECONDS if self.ledger.holds_any() or self._dropped else math.inf
 
     def let_go(self) -> None:
         """Takes up what was dropped."""
@@ -189,17 +196,20 @@ class References:
                 return  # another thread was faster
             if fork_id is None:
                 self._obey(partial(self.ledger.release, rref_id))
-            elif fork_id not in self._given_up:
-                self._obey(partial(self.ledger.drop, fork_id))
+            else:
+                self._obey(partial(self._drop, fork_id))
                 self.broken.pop(fork_id, None)
+
+    def _drop(self, fork_id: GlobalId) -> list[Instruction]:
+        return [] if fork_id in self._given_up else self.ledger.drop(fork_id)
 
     def give_up_handles(self) -> None:
         """Drops all handles on values of other workers, though they are still there: at the end of a job."""
         with self._lock:
             held = self.ledger.held()
             self._given_up.update(held)
-        for fork_id in held:
-            self._obey(partial(self.ledger.drop, fork_id))
+            instructions = [each for fork_id in held for each in self.ledger.drop(fork_id)]
+        self._carry_out(instructions)
 
     # --- values -------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from telegrad.compat.words import speaks_as_torch
 from telegrad.compat.worker import CompatWorker
 from telegrad.compat.worker import WorkerInfo as WorkerInfo
 from telegrad.current import clear_process_worker, current_worker, is_initialized
-from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
+from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
 from telegrad.worker import To
 
 P = ParamSpec("P")
@@ -236,6 +236,10 @@ def _wait_for(state: AllGatherStates, names: set[str], timeout: float | None) ->
     peers = [peer for peer in current_worker().agent.peers if peer.name in names]
     deadline = time.monotonic() + timeout if timeout is not None else float("inf")
     while not state.proceed_signal.wait(min(max(deadline - time.monotonic(), 0.0), _LOOK_SECONDS)):
+        for peer in peers:
+            if peer.link is None and peer.state is PeerState.KNOWN:
+                with contextlib.suppress(TelegradError):
+                    current_worker().agent.link_to(peer)  # or its death would go unnoticed
         lost = [peer.name for peer in peers if peer.state is PeerState.LOST]
         if lost:
             raise WorkerLostError(f"_all_gather of {sorted(names)} cannot end: {', '.join(lost)} is lost")
@@ -257,6 +261,8 @@ def _tell_followers(key: str, state: AllGatherStates, followers: set[str], timeo
             errors[name] = error
     if errors:
         first = next(iter(errors.values()))
+        if all(isinstance(error, WorkerLostError) for error in errors.values()):
+            raise first
         raise RuntimeError(
             f"Followers {sorted(errors)} timed out in _all_gather after {timeout:.2f} seconds, or failed. "
             f"The first exception is {first}"
@@ -298,7 +304,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     is_static = not _agents or _agents[0].is_static_group
     try:
         if graceful and is_static:
-            _wait_all_workers(timeout)
+            try:
+                _wait_all_workers(timeout)
+            except WorkerLostError as error:
+                logger.warning("shutdown goes on without it: %s", error)
             _delete_all_user_and_unforked_owner_rrefs()
         worker.shutdown(graceful, timeout)
     finally:

@@ -19,11 +19,16 @@ SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))  # where telegr
 class AfterTorch(importlib.abc.MetaPathFinder):
     """Finds torch as anybody would, and installs telegrad when it has been loaded."""
 
+    asked = False
+
     def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
-        if name != "torch":
+        if name != "torch" or self.asked:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self.asked = True  # for the others, now; a program may look for torch long before it imports it
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self.asked = False
         if spec is not None and spec.loader is not None:
             spec.loader = ThenInstall(spec.loader)  # type: ignore[no-untyped-call]
         return spec
