@@ -307,6 +307,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             try:
                 _wait_all_workers(timeout)
             except WorkerLostError as error:
+                if timeout != DEFAULT_SHUTDOWN_TIMEOUT:
+                    raise  # it may have left because the time was over, as here
                 logger.warning("shutdown goes on without it: %s", error)
             _delete_all_user_and_unforked_owner_rrefs()
         worker.shutdown(graceful, timeout)
