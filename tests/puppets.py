@@ -118,10 +118,14 @@ class Puppet:
     def alive(self) -> bool:
         return not select.select([self._pidfd], [], [], 0)[0]
 
+    def wait_dead(self) -> None:
+        """A process that was killed closes its sockets first, so its peers may know before it is gone."""
+        assert select.select([self._pidfd], [], [], PATIENCE)[0], f"{self} does not die"
+
     def close(self) -> None:
         """Ends it, whatever it does."""
         self.kill()
-        assert select.select([self._pidfd], [], [], PATIENCE)[0], f"{self} does not die"
+        self.wait_dead()
         os.close(self._pidfd)
         self.conn.close()
 

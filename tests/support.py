@@ -12,7 +12,8 @@ from typing import Any
 
 from telegrad.worker import Worker
 
-PATIENCE = 8.0  # no test waits longer for one thing
+PATIENCE = 30.0  # no test waits longer for one thing
+AT_ONCE = 5.0  # seconds: on a busy machine too, what waits for no heartbeat and no timeout is done within them
 
 
 def eventually(condition: Callable[[], object], timeout: float = PATIENCE) -> bool:

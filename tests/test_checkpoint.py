@@ -1099,7 +1099,7 @@ def test_an_owner_that_is_killed_while_it_writes(tmp_path: Path, moment: int) ->
         owner.run(die_when_writing, moment)
         with pytest.raises(WorkerLostError, match="worker1"):
             driver.run(save_here_and, names, str(tmp_path), 2)
-        assert not owner.alive
+        owner.wait_dead()
         assert not list(tmp_path.glob(".saving-*"))
         puppets.leave([driver])
     with puppets.troupe(2) as (driver, _):

@@ -105,7 +105,7 @@ def test_trainers_that_are_killed_hold_nobody_up() -> None:
     assert re.search("went on without one: .*trainer2", job.output)
     assert re.search("went on without one: .*trainer3", job.output)
     gradients, updates = totals(job.output, ALONE)
-    assert 3 * steps < gradients == updates < 4 * steps, "trainer2 died in its first part of the work"
+    assert 3 * steps <= gradients == updates < 4 * steps, "trainer2 died in its first part of the work"
     gradients, updates = totals(job.output, TOGETHER)
     assert updates == steps
     assert 2 * steps < gradients < 3 * steps, "trainer3 took part for a while"

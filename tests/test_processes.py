@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from programs import deeds, slabs
-from puppets import PATIENCE, PROGRAMS, Puppet, clean_environment, join, leave, puppets, troupe
+from puppets import PROGRAMS, Puppet, clean_environment, join, leave, puppets, troupe
+from support import AT_ONCE
 from telegrad import rpc
 from telegrad.errors import RpcTimeoutError
 from telegrad.launch import free_port
@@ -205,32 +206,25 @@ def test_when_a_worker_is_killed_its_calls_fail_at_once_and_the_rest_go_on(victi
         assert {kind for kind, _ in errors} == {"WorkerLostError"}
         assert all(f"worker {name!r} is lost" in text for _, text in errors)
         print(f"the last of 100 calls failed {1000 * (last - moment):.0f} ms after the kill")
-        assert last - moment < 1.0, f"the last of 100 calls failed {last - moment:.2f} s after the kill"
+        assert last - moment < AT_ONCE, f"the last of 100 calls failed {last - moment:.2f} s after the kill"
         kind, text, _ = blocked.result(5)
         assert kind == "WorkerLostError"
         assert name in text
         kind, text, seconds = first.run(deeds.outcome, rpc.rpc_sync, name, deeds.nothing)
         assert kind == "WorkerLostError"
-        assert seconds < 0.5
+        assert seconds < AT_ONCE
         there = next(other for other in NAMES if other != name and other != f"worker{cast.index(first)}")
         assert first.run(rpc.rpc_sync, there, deeds.add, args=(1, 2)) == 3
         start = time.monotonic()
         leave(others)
-        assert time.monotonic() - start < 5
-
-
-def _wait_dead(puppet: Puppet) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while puppet.alive:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+        assert time.monotonic() - start < AT_ONCE
 
 
 def test_a_worker_that_nobody_called_is_missed_at_shutdown_and_not_waited_for() -> None:
     with puppets(3) as cast:
         join(cast)
         cast[2].kill()
-        _wait_dead(cast[2])
+        cast[2].wait_dead()
         leave(cast[:2], 10)
 
 
@@ -243,7 +237,7 @@ def test_a_stopped_worker_is_noticed_by_its_silence() -> None:
         kind, text, seconds = waiting.run(deeds.outcome, rpc.rpc_sync, "worker1", deeds.nothing, timeout=0)
         assert kind == "WorkerLostError"
         assert "silent" in text
-        assert 0.5 < seconds < 3.0
+        assert 0.5 < seconds < 1.0 + AT_ONCE
         leave([waiting], 5)
 
 
@@ -319,7 +313,7 @@ def test_the_death_of_a_worker_is_noticed_though_its_forked_children_live() -> N
             dying.kill()
             kind, _, _ = pending.result(20)
             assert kind == "WorkerLostError"
-            assert time.monotonic() - start < 1.0
+            assert time.monotonic() - start < AT_ONCE
             leave([waiting], 10)
         finally:
             os.kill(child, signal.SIGKILL)

@@ -776,6 +776,6 @@ def test_processes_learn_what_one_learns_and_a_dead_one_is_named() -> None:
             torch.tensor(cast[0].run(prepare, "worker1"), dtype=torch.float64), Block(4, 3)(batch()).detach()
         )
         cast[1].kill()
-        assert eventually(lambda: not cast[1].alive)
+        cast[1].wait_dead()
         assert "WorkerLostError: worker 'worker1'" in cast[0].run(use)
         leave(cast[:1])

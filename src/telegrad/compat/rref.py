@@ -11,7 +11,7 @@ from telegrad.compat.profiling import profiled
 from telegrad.compat.words import in_torchs_words, speaks_as_torch, spoken
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
 from telegrad.ids import GlobalId
-from telegrad.rref.rref import UNSET_TIMEOUT, call_method
+from telegrad.rref.rref import UNSET_TIMEOUT, Proxy
 from telegrad.rref.rref import RRef as TelegradRRef
 from telegrad.wire.callables import export
 from telegrad.wire.messages import RRefFork
@@ -180,18 +180,14 @@ def _rref_typeof_on_owner(rref: TelegradRRef[Any]) -> type:
     return type(rref.local_value())
 
 
-class _Proxy:
-    """Turns attribute access into calls of the value's methods."""
-
-    def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:
-        self._rref = rref
-        self._call = call
-        self._timeout = timeout
+class _Proxy(Proxy):
+    _rref: RRef[Any]
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = super().__getattr__(name)
+
         def method(*args: Any, **kwargs: Any) -> Any:
-            rref = self._rref
-            getattr(rref._get_type(self._timeout), name)  # raises what the value itself would
-            return self._call(rref._owner, call_method, (rref, name, args, kwargs), None, self._timeout)
+            getattr(self._rref._get_type(self._timeout), name)  # raises what the value itself would
+            return call(*args, **kwargs)
 
         return method

@@ -97,15 +97,15 @@ class RRef(Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """A proxy: ``rref.rpc_sync().size(0)`` runs ``size(0)`` of the value on its owner and waits for the result."""
-        return _Proxy(self, self._references.worker.rpc_sync, timeout)
+        return Proxy(self, self._references.worker.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """As ``rpc_sync``; the method returns a future."""
-        return _Proxy(self, self._references.worker.rpc_async, timeout)
+        return Proxy(self, self._references.worker.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
         """As ``rpc_sync``; the method returns an RRef to its result, which stays on the owner."""
-        return _Proxy(self, self._references.worker.remote, timeout)
+        return Proxy(self, self._references.worker.remote, timeout)
 
     # --- its gradient -----------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class RRef(Generic[T]):
         return f"RRef({self._rref_id}, owned by {self.owner_name()!r}, {state})"
 
 
-class _Proxy:
+class Proxy:
     """Turns attribute access into calls of the value's methods."""
 
     def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:

@@ -82,8 +82,11 @@ def pack(
         pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
         metas, extra = _pack_tensors(writer.tensors, packed, route)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
-    rrefs = _share(writer.rrefs, route.to, answered) if writer.rrefs else ()
-    lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
+    rrefs: tuple[RRefFork, ...] = ()
+    lent: Sequence[Reference] = ()
+    if writer.rrefs:
+        rrefs = _share(writer.rrefs, route.to, answered)
+        lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
     body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, rrefs, extra)  # type: ignore[arg-type]
     return Parcel(body, packed.stream, packed.slabs, lent)
 
