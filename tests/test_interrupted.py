@@ -130,7 +130,8 @@ def test_the_end_of_a_link_leaves_the_next_one_with_its_number_alone() -> None:
         def readable(self) -> tuple[()]:
             return ()
 
-        linger = readable
+        def linger(self) -> None:
+            pass
 
         def flush(self) -> None:
             pass

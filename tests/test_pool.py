@@ -65,8 +65,8 @@ class Bell:
         finally:
             self.pool.arm(self.fd, self)
 
-    def linger(self) -> Sequence[Work]:
-        return ()
+    def linger(self) -> None:
+        """It never stays for more."""
 
     def flush(self) -> None:
         self.flushed.set()

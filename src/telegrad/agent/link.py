@@ -171,13 +171,13 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
 
-    def linger(self) -> Sequence[Work]:
+    def linger(self) -> Sequence[Work] | None:
         """Looks for the next request of a caller that just got its answer, without waking another thread for it."""
         if not self.brings_calls or self._closed or not self._reading.acquire(blocking=False):
-            return ()
+            return None
         try:
             self._pool.disarm(self._fd, self)
-            return self._receive() if self._look() else ()
+            return self._receive() if self._look() else None
         finally:
             self._reading.release()
             self._pool.arm(self._fd, self)

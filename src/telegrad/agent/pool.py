@@ -50,8 +50,8 @@ class Source(Protocol):
 
     def readable(self) -> Sequence[Work]: ...
 
-    def linger(self) -> Sequence[Work]:
-        """As ``readable``, for a moment in which more may come."""
+    def linger(self) -> Sequence[Work] | None:
+        """As ``readable``, for a moment in which more may come; None if nothing did."""
 
     def flush(self) -> None:
         """Sends what was corked."""
@@ -100,8 +100,10 @@ class Pool:
 
     def _modify(self, fd: int, source: Source, events: int) -> None:
         if self._sources.get(fd) is source:  # else it was closed, and the number may be another's now
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 self._epoll.modify(fd, events)
+            except (OSError, ValueError):  # it is being closed; contextlib.suppress would cost a microsecond
+                pass
 
     def forget(self, fd: int, source: Source) -> None:
         """Before the descriptor is closed; nothing happens when it is another's by now."""
@@ -258,28 +260,29 @@ class Pool:
     def _read(self, source: Source) -> None:
         """Reads from a source and runs what came; a caller that just got its answer may ask again at once."""
         work = self._try(source.readable)
-        while work:
-            self._begin()
-            if len(work) == 1 and not self._waits() and (type(work[0]) is not UserCall or self._has_room()):
-                self._run(work[0])  # the hot path: no queue, no hop
-            else:
-                self._enqueue(work)
-                if len(work) > 1 and (self._urgent or self._has_room()):
-                    self._ring()
-                    self._run_next(self._urgent or self._queue)
-            self._end()
+        while work is not None:
+            if work:
+                self._begin()
+                if len(work) == 1 and not self._waits() and (type(work[0]) is not UserCall or self._has_room()):
+                    self._run(work[0])  # the hot path: no queue, no hop
+                else:
+                    self._enqueue(work)
+                    if len(work) > 1 and (self._urgent or self._has_room()):
+                        self._ring()
+                        self._run_next(self._urgent or self._queue)
+                self._end()
             if self._waits() or self._lingering:
                 return
             self._lingering = True
             work = self._try(source.linger)
             self._lingering = False
 
-    def _try(self, read: Callable[[], Sequence[Work]]) -> Sequence[Work]:
+    def _try(self, read: Callable[[], Sequence[Work] | None]) -> Sequence[Work] | None:
         try:
             return read()
         except Exception:
             log.exception("worker %r could not read from a connection", self._name)
-            return ()
+            return None
 
     def _has_room(self) -> bool:
         """Whether the limit lets this thread, which counts already, run a user's function."""

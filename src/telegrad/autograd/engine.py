@@ -139,7 +139,7 @@ class Engine:
             # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
             if (worker := this.awaited()) is not None:
                 self._agent.attend(worker, ended)
-            return this.wait_for(ended)
+            return ended() or this.wait_for(ended)
 
         if not ended() and not self._runner.blocking(wait):
             raise too_late(self._agent, this)
