@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 
+import support
+from support import Gate, in_thread
 from telegrad.errors import SerializationError, UsageError, WorkerLostError
 from telegrad.wire import callables
 from telegrad.wire.callables import exception_type, export, name_of, resolve
@@ -192,6 +194,21 @@ def test_a_module_that_raises_while_it_is_imported(tmp_path, monkeypatch):
 
 
 # --- exports, and nothing else --------------------------------------------------------------------------------------
+
+
+def test_a_module_that_another_thread_is_importing_is_waited_for(tmp_path, monkeypatch):
+    """Two workers whose first calls need it come at once."""
+    (tmp_path / "slow_to_import.py").write_text(
+        "import support\nsupport.importing.pass_through()\ndef late():\n    return 'here'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(support, "importing", gate := Gate(), raising=False)
+    first = in_thread(lambda: resolve("slow_to_import:late", allow_any=True))
+    gate.wait_entered()
+    second = in_thread(lambda: resolve("slow_to_import:late", allow_any=True))
+    assert not gate.opened.wait(0.05)  # time enough for the second to look
+    gate.open()
+    assert first() is second() is sys.modules["slow_to_import"].late
 
 
 def test_export_by_its_own_name():

@@ -110,18 +110,18 @@ def resolve(name: str, allow_any: bool) -> Any:
         )
     if not colon:
         raise SerializationError(f"no function is exported as {name!r} here")
-    module = sys.modules.get(module_name)
-    if module is None:
+    function = _look_up(sys.modules.get(module_name), path)
+    if function is None:
         try:
-            module = importlib.import_module(module_name)
+            module = importlib.import_module(module_name)  # waits, if another thread is importing it
         except Exception as error:  # a module may raise anything while it is imported
             raise SerializationError(
                 f"cannot import module {module_name!r} for {path!r}: {type(error).__name__}: {error}"
             ) from error
-    function = _look_up(module, path)
-    if function is None:
-        where = getattr(module, "__file__", None) or "no file"
-        raise SerializationError(f"module {module_name!r} ({where}) has no {path!r}")
+        function = _look_up(module, path)
+        if function is None:
+            where = getattr(module, "__file__", None) or "no file"
+            raise SerializationError(f"module {module_name!r} ({where}) has no {path!r}")
     return function
 
 
