@@ -498,7 +498,7 @@ def test_a_late_gradient_of_a_pass_that_failed_changes_nothing(trio: Cluster, se
     """The first backward times out, the second works, and then what belonged to the first arrives."""
     gate = Gate()
     first = 2  # the number of the pass that fails
-    handle = trio[receiver].agent.note_handlers[Gradients]
+    handle = trio[receiver].agent.mail.handlers[Gradients]
     late: list[Callable[[], None]] = []
 
     def hold(source: int, payload: Gradients, open_value: Any) -> None:
@@ -512,7 +512,7 @@ def test_a_late_gradient_of_a_pass_that_failed_changes_nothing(trio: Cluster, se
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("b", double, (x * 1,)).sum()
         autograd.backward(context_id, [loss], retain_graph=True)
-        trio[receiver].agent.note_handlers[Gradients] = hold
+        trio[receiver].agent.mail.handlers[Gradients] = hold
         with pytest.raises(RpcTimeoutError):
             autograd.backward(context_id, [loss], retain_graph=True, timeout=0.05)
         gate.wait_entered()

@@ -102,13 +102,13 @@ def test_references_survive_what_happens_to_a_note(trio: Cluster, kind: Any, not
 def test_a_repeated_note_is_handled_once(trio: Cluster) -> None:
     handled: list[tuple[int, int, Any]] = []
     for worker in trio:
-        for kind, handle in list(worker.agent.note_handlers.items()):
+        for kind, handle in list(worker.agent.mail.handlers.items()):
 
             def count(sender: int, payload: Any, value: Any, me: int = worker.id, handle: Any = handle) -> None:
                 handled.append((sender, me, payload))
                 handle(sender, payload, value)
 
-            worker.agent.note_handlers[kind] = count
+            worker.agent.mail.handlers[kind] = count
     trio.fault("repeat", *NOTES)
     pass_references_around()
     assert_no_references(trio)

@@ -36,6 +36,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.pool
     telegrad.agent.link  telegrad.agent.memory
     telegrad.agent.bodies  telegrad.agent.outcomes
+    telegrad.agent.mail
     telegrad.agent.agent
     telegrad.agent.barrier  telegrad.agent.execution
     telegrad.rref

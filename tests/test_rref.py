@@ -540,7 +540,7 @@ def test_a_call_that_takes_a_reference_to_its_owner_sends_nothing_else(
     assert eventually(rref.confirmed_by_owner)
     notes: list[Any] = []
     for worker in trio:
-        monkeypatch.setattr(worker.agent, "post", lambda to, payload: notes.append(payload))
+        monkeypatch.setattr(worker.agent.mail, "post", lambda to, payload, **_: notes.append(payload))
     assert rref.rpc_sync().get() == 5
     assert rpc.rpc_async("b", operator.call, (rpc.RRef.is_owner, rref)).wait() is True
     monkeypatch.undo()

@@ -94,13 +94,13 @@ def notes_of(workers: Cluster) -> Iterator[list[Sent]]:
     sent: list[Sent] = []
 
     def listen(worker: Worker) -> None:
-        post: Any = worker.agent.post
+        post: Any = worker.agent.mail.post
 
         def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
             sent.append(Sent(worker.name, workers[to].name, payload))
             return post(to, payload, *rest, **options)
 
-        worker.agent.post = counted  # type: ignore[method-assign]
+        worker.agent.mail.post = counted  # type: ignore[method-assign]
 
     for worker in workers:
         listen(worker)
@@ -108,7 +108,7 @@ def notes_of(workers: Cluster) -> Iterator[list[Sent]]:
         yield sent
     finally:
         for worker in workers:
-            del worker.agent.post
+            del worker.agent.mail.post
 
 
 def kinds(sent: list[Sent]) -> Counter[str]:
@@ -625,7 +625,7 @@ class Script:
         self.happened: list[str] = []
         self._runner = worker.autograd._runner
         monkeypatch.setattr(self._runner, "_run", self._run)
-        monkeypatch.setattr(worker.agent, "post", self._post)
+        monkeypatch.setattr(worker.agent.mail, "post", self._post)
         monkeypatch.setattr(worker.agent.pool, "submit", lambda work: self.happened.append("shared"))
 
     def _run(self, turn: Turn, jobs: list[Job]) -> None:

@@ -31,7 +31,7 @@ class Stage:
 
     def _count_notes(self, worker: Worker) -> None:
         """Where they are posted, for a note to oneself has no carrier, and a repeated one should count once."""
-        post: Callable[..., bool] = worker.agent.post
+        post: Callable[..., bool] = worker.agent.mail.post
 
         def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
             with self._lock:
@@ -41,7 +41,7 @@ class Stage:
                     self._counts["Finished"] += payload.finished is not None
             return post(to, payload, *rest, **options)
 
-        worker.agent.post = counted  # type: ignore[method-assign]
+        worker.agent.mail.post = counted  # type: ignore[method-assign]
 
     def counts(self) -> dict[str, int]:
         with self._lock:
@@ -83,7 +83,9 @@ class Stage:
         for worker in self.workers:
             left += [f"{worker.name}: {context!r}" for context in worker.autograd.registry]
             left += [f"{worker.name}: {worker.references!r}"] if not worker.references.empty else []
-            left += [f"{worker.name}: {worker.agent.unacknowledged} notes"] if worker.agent.unacknowledged else []
+            left += (
+                [f"{worker.name}: {worker.agent.mail.unacknowledged} notes"] if worker.agent.mail.unacknowledged else []
+            )
         return left
 
 

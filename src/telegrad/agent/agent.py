@@ -1,4 +1,4 @@
-"""The agent of one worker: drives links, pool, calls and notes.
+"""The agent of one worker: drives links, pool, calls and mail.
 
 It knows nothing of references or autograd.  Whoever composes the worker hands it a table of handlers, one per message
 type, and two interceptors, one for the tensors of a body going out and one for those of a body coming in.
@@ -20,11 +20,11 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.failures import failure_of
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
-from telegrad.agent.notes import Inbox, Outbox
+from telegrad.agent.mail import Mail
 from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool, UserCall, Work
-from telegrad.errors import RpcTimeoutError, TelegradError, UnknownWorkerError, WorkerLostError
+from telegrad.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.wire import values
 from telegrad.wire.frames import Frame
@@ -37,7 +37,6 @@ from telegrad.wire.messages import (
     Message,
     Note,
     NoteAck,
-    NotePayload,
     Ping,
     Pong,
     RemoteCall,
@@ -48,12 +47,9 @@ from telegrad.wire.messages import (
 log = logging.getLogger("telegrad.agent")
 
 _TRIM_SECONDS = 30.0
-_ACK_SECONDS = 0.1  # how long an acknowledgement waits for a note that it can ride on; well below ``note_pause``
 _GOODBYE_SECONDS = 2.0
-_SOON_SECONDS = 0.01  # how long a note waits at most for a message that it can ride on
 
 Handler = Callable[[Link, Frame], None]
-NoteHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the payload, what opens the body's value
 
 
 @dataclass(frozen=True)
@@ -82,8 +78,6 @@ class Agent:
             self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle
         )
         self.handlers: dict[type, Handler] = {}
-        self.note_handlers: dict[type, NoteHandler] = {}
-        self.light_notes: set[type] = set()  # handled where they are read: quick, and they wait for nothing
         self.lost_handlers: list[Callable[[int], None]] = []
         self.now_and_then: Callable[[], float] = lambda: math.inf  # called at each tick; in how many seconds again?
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
@@ -92,12 +86,11 @@ class Agent:
         self._lent: dict[int, tuple[Link, Any]] = {}  # references that a call took along, until its answer comes
         self._dial = dial
         self._lock = threading.Lock()
-        self._outbox = Outbox(options.note_pause)
-        self._inbox = Inbox()
         self._peers: dict[int, Peer] = {}
         self._names: dict[str, Peer] = {}
         self._next_trim = 0.0
         self._clock = Clock(me.name, self._tick)
+        self.mail = Mail(self.peer, self.link_to, self.bodies, self.pool, self._clock, options.note_pause)
 
     # --- peers --------------------------------------------------------------------------------------------------
 
@@ -218,8 +211,7 @@ class Agent:
             elif kind is Taken:
                 self.bodies.taken(link, message)  # type: ignore[arg-type]
             elif kind is NoteAck:
-                with self._lock:
-                    self._outbox.acknowledged(link.peer_id, message.seqs)  # type: ignore[union-attr]
+                self.mail.acknowledged(link, message)  # type: ignore[arg-type]
             elif kind is LaneOpen:
                 link.lane_open = True
             elif kind is Goodbye:
@@ -227,7 +219,7 @@ class Agent:
             elif kind is Call or kind is RemoteCall:
                 link.brings_calls = True
                 work.append(UserCall((self.handlers[kind], link, frame)))
-            elif kind is Note and type(message.payload) in self.light_notes:  # type: ignore[union-attr]
+            elif kind is Note and type(message.payload) in self.mail.light:  # type: ignore[union-attr]
                 self._handle(link, frame)
             elif kind is not Pong:
                 work.append((self._handle, link, frame))
@@ -239,7 +231,7 @@ class Agent:
         if kind is Ping:
             link.send(Pong())
         elif kind is Note:
-            self._take_note(link, message, frame.buffers)  # type: ignore[arg-type]
+            self.mail.take(link, message, frame.buffers)  # type: ignore[arg-type]
         else:
             self.handlers[kind](link, frame)
 
@@ -268,75 +260,7 @@ class Agent:
         )
         link.send(failure, parcel.stream)
 
-    # --- notes --------------------------------------------------------------------------------------------------
-
-    def bundle(self, to: int) -> values.Bundle:
-        """For tensors that go along with a note.  Raises WorkerLostError."""
-        peer = self.peer(to)
-        return self.bodies.bundle(peer, self.link_to(peer))
-
-    def post(
-        self,
-        to: int,
-        payload: NotePayload,
-        value: Any = None,
-        tensors: values.Bundle | None = None,
-        soon: bool = False,
-    ) -> bool:
-        """Sends an internal message that takes effect exactly once.  False: the receiver is gone.
-
-        ``soon``: nobody waits for it, so it may wait for a message that it can ride on.
-        """
-        peer = self.peer(to)
-        parcel = values.EMPTY_PARCEL
-        try:
-            if tensors is not None:
-                parcel = self.bodies.close(self.link_to(peer), tensors)
-            elif value is not None:
-                parcel = self.bodies.pack(peer, self.link_to(peer), value)
-        except WorkerLostError:
-            return False
-        with self._lock:
-            if peer.state is not PeerState.KNOWN:
-                return False
-            note = self._outbox.post(to, payload, time.monotonic(), parcel, self._inbox.acks_for(to))
-        link = peer.link
-        if soon and link is not None:
-            link.post(note)
-            self._clock.wake_before(time.monotonic() + _SOON_SECONDS)
-        elif soon:  # to dial may take long
-            self.pool.submit((self._send_note, peer, (note, parcel)))
-        else:
-            self._send_note(peer, (note, parcel))
-            self._clock.wake_before(time.monotonic() + self.options.note_pause)  # to repeat it, if need be
-        return True
-
-    def _send_note(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
-        note, parcel = what
-        try:
-            self.link_to(peer).send(note, parcel.stream, more=True)
-        except TelegradError as error:
-            log.debug("note to %r not sent: %s", peer.name, error)  # it is repeated, or the peer is lost
-
-    def _take_note(self, link: Link, note: Note, streamed: list[Any]) -> None:
-        opened = False
-
-        def open_value() -> Any:
-            nonlocal opened
-            opened = True
-            return self._open(link, note.body, streamed)
-
-        with self._lock:
-            first = self._inbox.accept(link.peer_id, note)
-            self._outbox.acknowledged(link.peer_id, note.acks)
-        if streamed:
-            self._acknowledge(link, None)  # its sender holds much memory until then
-        else:
-            self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
-        if first:
-            self.note_handlers[type(note.payload)](link.peer_id, note.payload, open_value)
-            if not opened and note.body.buffers:
-                self.bodies.discard(link, note.body)
+    # --- waiting for more than an answer ------------------------------------------------------------------------
 
     def attend(self, worker: int, done: Callable[[], bool]) -> None:
         """Handles, on the calling thread, what that worker sends, for as long as one thing comes soon after the other
@@ -351,17 +275,6 @@ class Agent:
 
     def tick_within(self, seconds: float) -> None:
         self._clock.wake_before(time.monotonic() + seconds)
-
-    def _acknowledge(self, link: Link, _: Any) -> None:
-        with self._lock:
-            seqs = self._inbox.acks_for(link.peer_id)
-        if seqs:
-            link.send(NoteAck(seqs))
-
-    @property
-    def unacknowledged(self) -> int:
-        with self._lock:
-            return len(self._outbox)
 
     # --- failure ------------------------------------------------------------------------------------------------
 
@@ -388,8 +301,7 @@ class Agent:
             if peer.state is not PeerState.KNOWN:
                 return
             peer.state, peer.reason = state, reason
-            self._outbox.lost(peer.id)
-            self._inbox.lost(peer.id)
+        self.mail.lost(peer.id)
         if state is PeerState.LOST:
             log.warning("worker %r: worker %r is lost: %s", self.me.name, peer.name, reason)
             for link in peer.links:
@@ -417,14 +329,7 @@ class Agent:
             work = self.outcomes.settle(waiting.ticket, self.outcomes.timed_out(waiting))
             if work is not None:
                 self.pool.submit(work)
-        with self._lock:
-            again = self._outbox.due(now)
-            owing = self._inbox.owing()
-        for to, note, parcel in again:
-            self.pool.submit((self._send_note, self.peer(to), (note, parcel)))
-        for worker in owing:
-            for link in self.peer(worker).links[:1]:
-                self.pool.submit((self._acknowledge, link, None))
+        self.mail.tick(now)
         self.bodies.give_back()
         again_in = self.now_and_then()
         for peer in self.peers:
@@ -434,7 +339,7 @@ class Agent:
             self._next_trim = now + _TRIM_SECONDS
             self.bodies.trim()
         pause = min(self.options.heartbeat / 4, 1.0, *(peer.record.heartbeat / 4 or 1.0 for peer in self.peers))
-        if self.unacknowledged:
+        if self.mail.unacknowledged:
             pause = min(pause, self.options.note_pause)
         pause = min(pause, again_in)
         return min(now + pause, self.calls.next_deadline())

@@ -49,7 +49,7 @@ def backward(
     known = engine.registry.get(context_id, lambda to: repr(worker.agent.peer(to).name))
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode is 'smart' or 'fast', not {mode!r}")
-    if isinstance(roots, (Tensor, RRef)) or not isinstance(roots, Sequence):
+    if type(roots) is not list and (isinstance(roots, (Tensor, RRef)) or not isinstance(roots, Sequence)):
         raise UsageError(f"backward takes a list of roots, not {type(roots).__name__}: backward(context_id, [loss])")
     if not roots:
         raise UsageError("backward was given no roots: backward(context_id, [loss])")

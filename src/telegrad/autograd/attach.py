@@ -70,6 +70,6 @@ class Attach:
         else:
             with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
                 received = receive(recv, part, tensor)
-        if isinstance(tensor, torch.nn.Parameter):
+        if type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter):
             received._is_param = True  # so that it still passes for one
         return received

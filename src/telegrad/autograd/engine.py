@@ -78,8 +78,8 @@ class Engine:
         self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
         agent.bodies.incoming = self.attach.incoming
         agent.lost_handlers.append(self._worker_lost)
-        agent.light_notes.add(DropContext)
-        agent.note_handlers |= {
+        agent.mail.light.add(DropContext)
+        agent.mail.handlers |= {
             Gradients: self._on_gradients,
             Finished: self._on_finished,
             Discover: self._on_discover,
@@ -312,9 +312,9 @@ class Engine:
         failure, _ = failure_of(error, 0, self._agent.me.name, pack, tells_where=self._agent.options.allow_pickle)
         payload = PassFailed(pass_id, failure.worker, failure.type_name, failure.text, failure.traceback)
         try:
-            self._agent.post(root.id, payload, details[0] if details else None)
+            self._agent.mail.post(root.id, payload, details[0] if details else None)
         except Exception:  # a detail of the exception that cannot be sent
-            self._agent.post(root.id, payload)
+            self._agent.mail.post(root.id, payload)
 
     def _on_failed(self, sender: int, payload: PassFailed, open_value: Open) -> None:
         this = self.find_pass(GlobalId(*payload.pass_id))
@@ -329,7 +329,7 @@ class Engine:
 
     def _end_elsewhere(self, this: Pass, reason: str) -> None:
         for worker in this.told - {self._me}:
-            self._agent.post(worker, EndPass(this.id, this.context.id, reason))
+            self._agent.mail.post(worker, EndPass(this.id, this.context.id, reason))
 
     def _on_end(self, sender: int, payload: EndPass, _: Open) -> None:
         context = self.registry.find(payload.context_id)
@@ -345,7 +345,7 @@ class Engine:
     def _abort(self, this: Pass, error: TelegradError) -> None:
         """Ends this worker's part of a pass whose root needs no telling."""
         for worker in this.stop(error) - {self._me, this.id.created_on}:
-            self._agent.post(worker, EndPass(this.id, this.context.id, str(error)))
+            self._agent.mail.post(worker, EndPass(this.id, this.context.id, str(error)))
 
     def _lost(self, worker: int) -> WorkerLostError:
         peer = self._agent.peer(worker)
@@ -358,7 +358,7 @@ class Engine:
         for context in self.registry:
             if context.origin == worker:  # nobody would tell us of its end now: its creator must
                 context.origin = context.creator
-                self._agent.post(context.creator, TellMe(context.id))
+                self._agent.mail.post(context.creator, TellMe(context.id))
             for this in [each for each in list(context.passes.values()) if each is not None]:
                 if this.id.created_on == worker:
                     self._abort(this, self._lost(worker))
@@ -383,14 +383,14 @@ class Engine:
             context.sends, context.tops, context.nodes = {}, set(), set()
         self._graveyard.visit()
         for worker in context.workers - {context.origin, self._me}:
-            self._agent.post(worker, DropContext(context_id))
+            self._agent.mail.post(worker, DropContext(context_id))
 
     def _on_tell_me(self, sender: int, payload: TellMe, _: Open) -> None:
         context = self.registry.find(payload.context_id)
         if context is not None:
             context.workers.add(sender)
         if context is None or context.ended:
-            self._agent.post(sender, DropContext(payload.context_id))
+            self._agent.mail.post(sender, DropContext(payload.context_id))
 
     def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
         self.drop(payload.context_id)

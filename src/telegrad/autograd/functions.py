@@ -11,7 +11,7 @@ engine runs it, the gradient is complete, all hooks have fired, and it leaves fo
 from __future__ import annotations
 
 import threading
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -102,7 +102,8 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
     would make it with the GIL in its hands, and torch deadlocks when another thread does the same at that moment.
     """
     keep = tensor.view_as(tensor) if tensor.is_leaf and tensor.layout is torch.strided else None
-    node = cast("Tensor", _apply_send(message_id, part, tensor)).grad_fn
+    sent: Tensor = _apply_send(message_id, part, tensor)
+    node = sent.grad_fn
     del keep
     assert node is not None
     return node
@@ -111,4 +112,5 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
 def receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
     """Records that a tensor was received."""
     # ``data`` and not ``detach``, for that would be a view, which could not be changed in place together with others.
-    return cast("Tensor", _apply_recv(ANCHOR, recv, part, tensor.data))
+    received: Tensor = _apply_recv(ANCHOR, recv, part, tensor.data)
+    return received

@@ -75,8 +75,9 @@ def _own(gradient: Tensor, taken: set[int]) -> Tensor:
         parts = (gradient._indices(), gradient._values())
     else:
         return gradient.clone()
-    addresses = {part.untyped_storage().data_ptr() for part in parts}
-    if addresses & taken or any(part.untyped_storage().nbytes() != part.nbytes for part in parts):
-        return gradient.clone()
-    taken |= addresses
+    for part in parts:
+        memory = part.untyped_storage()
+        if memory.data_ptr() in taken or memory.nbytes() != part.nbytes:
+            return gradient.clone()
+    taken.update([part.untyped_storage().data_ptr() for part in parts])
     return gradient

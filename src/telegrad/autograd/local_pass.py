@@ -123,7 +123,7 @@ class LocalPass:
             self.flow.active += 1
         else:
             del self.curious[job]
-        job.sources = sorted((s for s in sources if live is None or s in live), reverse=True)
+        job.sources = sorted([source for source in sources if live is None or source in live], reverse=True)
         job.state = State.RUNNING
         return True
 

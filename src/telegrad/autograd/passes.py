@@ -144,12 +144,15 @@ class Pass:
                 notes += self.start_wave()
             else:
                 notes.append((self.id.created_on, PlanWanted(self.id)))
-        notes += [(to, Explored(self.id, count, owed, tuple(plan.curious))) for to, count, owed in plan.wave.settle()]
-        if self.is_root and plan.ends():
-            notes += [(worker, PlanKnown(self.id)) for worker in plan.curious]
-            jobs += local.plan_known(plan.live)
-        local.reduces = any(self.reductions.values())
-        notes += [(to, Finished(self.id, count, owed, local.report())) for to, count, owed in local.flow.settle()]
+        if plan.started:
+            for to, count, owed in plan.wave.settle():
+                notes.append((to, Explored(self.id, count, owed, tuple(plan.curious))))
+            if self.is_root and plan.ends():
+                notes += [(worker, PlanKnown(self.id)) for worker in plan.curious]
+                jobs += local.plan_known(plan.live)
+        local.reduces = bool(self.reductions) and any(self.reductions.values())
+        for to, count, owed in local.flow.settle():
+            notes.append((to, Finished(self.id, count, owed, local.report())))
         if local.flow.over and not self.over:
             local.report()
             self.over = True

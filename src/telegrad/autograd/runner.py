@@ -91,11 +91,11 @@ class Runner:
 
     def _post(self, this: Pass, notes: Notes) -> None:
         for to, payload in notes:
-            if not self._agent.post(to, payload):
+            if not self._agent.mail.post(to, payload):
                 self._fail(this, self._lost(to))
 
     def _post_letter(self, this: Pass, to: int, letter: Letter) -> None:
-        if this.error is None and not self._agent.post(to, letter.payload(this), tensors=letter.bundle):
+        if this.error is None and not self._agent.mail.post(to, letter.payload(this), tensors=letter.bundle):
             self._fail(this, self._lost(to))
 
     # --- torch's engine -----------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Runner:
                 counted = this.local.flow.sent(to)
                 this.told.add(to)
             try:
-                letter = turn.letters[to] = Letter(counted, self._agent.bundle(to))
+                letter = turn.letters[to] = Letter(counted, self._agent.mail.bundle(to))
             except WorkerLostError:
                 raise self._lost(to) from None
         letter.add(recv.message_id, gradients)

@@ -54,7 +54,7 @@ class Letter:
 
 def _plain(gradient: Tensor) -> Tensor:
     """A gradient is no parameter, though a user may give one as such."""
-    return gradient.view_as(gradient) if isinstance(gradient, Parameter) else gradient
+    return gradient.view_as(gradient) if type(gradient) is not Tensor and isinstance(gradient, Parameter) else gradient
 
 
 def unpack(messages: Messages, tensors: Sequence[Tensor]) -> dict[int, dict[int, Tensor | None]]:

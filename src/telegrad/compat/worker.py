@@ -138,7 +138,7 @@ class CompatWorker(Worker):
         self._wait_for_owners(deadline, "user_forks")
 
     def _wait_for_owners(self, deadline: float, of_forks: str) -> None:
-        while self.references.counts()[of_forks] or self.agent.unacknowledged:
+        while self.references.counts()[of_forks] or self.agent.mail.unacknowledged:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.002)

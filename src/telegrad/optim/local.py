@@ -58,10 +58,9 @@ class LocalOptimizer:
             self._kept = []
             for group, change in zip(self._optimizer.param_groups, changes, strict=False):
                 group.update(change)
+            if _only_descends(self._optimizer):
+                return _descend(self._optimizer.param_groups, gradients)
             sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
-            if not sparse and _only_descends(self._optimizer):
-                _descend(self._optimizer.param_groups, gradients)
-                return _count(gradients)
             with _in_place(self._parameters, gradients), _all_at_once([] if sparse else self._optimizer.param_groups):
                 self._optimizer.step()
             return _count(gradients)
@@ -117,14 +116,15 @@ def _only_descends(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
-def _descend(groups: Sequence[Group], gradients: Sequence[Tensor | None]) -> None:
-    """What torch's SGD would do, without its look at each parameter: 0.12 ms and not 0.30 for 200 small ones."""
-    start = 0
+def _descend(groups: Sequence[Group], gradients: Sequence[Tensor | None]) -> int:
+    """What torch's SGD would do, without its look at each parameter; how many had a gradient."""
+    start = count = 0
     for group in groups:
         parameters: list[Tensor] = group["params"]
         own = gradients[start : start + len(parameters)]
         start += len(parameters)
         present = [gradient for gradient in own if gradient is not None]
+        count += len(present)
         if len(present) < len(own):
             parameters = [
                 parameter for parameter, gradient in zip(parameters, own, strict=True) if gradient is not None
@@ -132,6 +132,7 @@ def _descend(groups: Sequence[Group], gradients: Sequence[Tensor | None]) -> Non
         if present:
             with torch.no_grad():
                 torch._foreach_add_(parameters, present, alpha=-group["lr"])
+    return count
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class References:
         agent.lost_handlers.append(self._worker_lost)
         agent.now_and_then = self._now_and_then
         for kind in (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete):
-            agent.note_handlers[kind] = self._take_note
+            agent.mail.handlers[kind] = self._take_note
 
     # --- making references --------------------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class References:
         for instruction in instructions:
             match instruction:
                 case Send(to, note):
-                    self.agent.post(to, note, soon=True)
+                    self.agent.mail.post(to, note, soon=True)
                 case Free(rref_id):
                     with self._lock:
                         freed = self._owned.pop(rref_id, None)

@@ -1,0 +1,159 @@
+"""Notes to and from the other workers: internal messages that take effect exactly once (``notes``)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from telegrad.agent.bodies import Bodies
+from telegrad.agent.clock import Clock
+from telegrad.agent.link import Link
+from telegrad.agent.notes import Inbox, Outbox
+from telegrad.agent.peers import Peer, PeerState
+from telegrad.agent.pool import Pool
+from telegrad.errors import TelegradError, WorkerLostError
+from telegrad.wire import values
+from telegrad.wire.messages import Note, NoteAck, NotePayload
+
+log = logging.getLogger("telegrad.agent")
+
+_ACK_SECONDS = 0.1  # how long an acknowledgement waits for a note that it can ride on; well below the first pause
+_SOON_SECONDS = 0.01  # how long a note waits at most for a message that it can ride on
+
+NoteHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the payload, what opens the body's value
+
+
+class Mail:
+    """``peer`` and ``link_to`` are the agent's; ``first_pause``: before an unacknowledged note is sent again."""
+
+    def __init__(
+        self,
+        peer: Callable[[int], Peer],
+        link_to: Callable[[Peer], Link],
+        bodies: Bodies,
+        pool: Pool,
+        clock: Clock,
+        first_pause: float,
+    ) -> None:
+        self.handlers: dict[type, NoteHandler] = {}
+        self.light: set[type] = set()  # handled where they are read: quick, and they wait for nothing
+        self._peer = peer
+        self._link_to = link_to
+        self._bodies = bodies
+        self._pool = pool
+        self._clock = clock
+        self._first_pause = first_pause
+        self._lock = threading.Lock()
+        self._outbox = Outbox(first_pause)
+        self._inbox = Inbox()
+
+    # --- what goes out ------------------------------------------------------------------------------------------
+
+    def bundle(self, to: int) -> values.Bundle:
+        """For tensors that go along with a note.  Raises WorkerLostError."""
+        peer = self._peer(to)
+        return self._bodies.bundle(peer, self._link_to(peer))
+
+    def post(
+        self,
+        to: int,
+        payload: NotePayload,
+        value: Any = None,
+        tensors: values.Bundle | None = None,
+        soon: bool = False,
+    ) -> bool:
+        """Sends an internal message that takes effect exactly once.  False: the receiver is gone.
+
+        ``soon``: nobody waits for it, so it may wait for a message that it can ride on.
+        """
+        peer = self._peer(to)
+        parcel = values.EMPTY_PARCEL
+        try:
+            if tensors is not None:
+                parcel = self._bodies.close(self._link_to(peer), tensors)
+            elif value is not None:
+                parcel = self._bodies.pack(peer, self._link_to(peer), value)
+        except WorkerLostError:
+            return False
+        now = time.monotonic()
+        with self._lock:
+            if peer.state is not PeerState.KNOWN:  # else ``lost`` has yet to come
+                return False
+            note = self._outbox.post(to, payload, now, parcel, self._inbox.acks_for(to))
+        link = peer.link
+        if soon and link is not None:
+            link.post(note)
+            self._clock.wake_before(now + _SOON_SECONDS)
+        elif soon:  # to dial may take long
+            self._pool.submit((self._send, peer, (note, parcel)))
+        else:
+            self._send(peer, (note, parcel))
+            self._clock.wake_before(now + self._first_pause)  # to repeat it, if need be
+        return True
+
+    def _send(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
+        note, parcel = what
+        try:
+            self._link_to(peer).send(note, parcel.stream, more=True)
+        except TelegradError as error:
+            log.debug("note to %r not sent: %s", peer.name, error)  # it is repeated, or the peer is lost
+
+    @property
+    def unacknowledged(self) -> int:
+        with self._lock:
+            return len(self._outbox)
+
+    # --- what comes in ------------------------------------------------------------------------------------------
+
+    def take(self, link: Link, note: Note, streamed: list[Any]) -> None:
+        """A note came, perhaps not for the first time."""
+        opened = False
+
+        def open_value() -> Any:
+            nonlocal opened
+            opened = True
+            return self._bodies.open(self._peer(link.peer_id), link, note.body, streamed)[0]
+
+        with self._lock:
+            first = self._inbox.accept(link.peer_id, note)
+            self._outbox.acknowledged(link.peer_id, note.acks)
+        if streamed:
+            self._acknowledge(link, None)  # its sender holds much memory until then
+        else:
+            self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
+        if first:
+            self.handlers[type(note.payload)](link.peer_id, note.payload, open_value)
+            if not opened and note.body.buffers:
+                self._bodies.discard(link, note.body)
+
+    def acknowledged(self, link: Link, message: NoteAck) -> None:
+        with self._lock:
+            self._outbox.acknowledged(link.peer_id, message.seqs)
+
+    def _acknowledge(self, link: Link, _: Any) -> None:
+        with self._lock:
+            seqs = self._inbox.acks_for(link.peer_id)
+        if seqs:
+            link.send(NoteAck(seqs))
+
+    # --- time, and loss -----------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Repeats what is due, and acknowledges what could ride on nothing."""
+        with self._lock:
+            again = self._outbox.due(now)
+            owing = self._inbox.owing()
+        for to, note, parcel in again:
+            self._pool.submit((self._send, self._peer(to), (note, parcel)))
+        for worker in owing:
+            for link in self._peer(worker).links[:1]:
+                self._pool.submit((self._acknowledge, link, None))
+
+    def lost(self, worker: int) -> None:
+        """A worker whose peer is not KNOWN any more: nothing need reach it, and nothing comes from it."""
+        with self._lock:
+            self._outbox.lost(worker)
+            self._inbox.lost(worker)
