@@ -51,6 +51,8 @@ class Launcher:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
+            # A job in a shell's background ignores it, and so would all that the tests start there.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def wait_for(self, text: str, times: int) -> list[str]:
