@@ -17,6 +17,7 @@ from puppets import PATIENCE, PROGRAMS, Pending, Puppet, clean_environment, join
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError, WorkerLostError
 from telegrad.launch import free_port
+from telegrad.rpc import rendezvous
 
 
 @pytest.fixture
@@ -236,6 +237,16 @@ def test_nobody_else_comes(trio: list[Puppet]) -> None:
     for puppet in (trio[0], trio[2]):
         _, threads, _ = puppet.run(deeds.resources)
         assert threads == 1, "what had been started was left running"
+
+
+def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(rendezvous, "_SILENT_SECONDS", 0.2)
+    with pytest.raises(RendezvousError, match="did not come"):
+        rpc.init_rpc(
+            "a", rank=0, world_size=3, rpc_backend_options=rpc.RpcBackendOptions(init_method=tcp(), init_timeout=0.7)
+        )
+    lines = [record.getMessage() for record in caplog.records if "waits for" in record.getMessage()]
+    assert set(lines) == {"worker 'a' waits for ranks 1, 2 of 3 to join, until 0.7 s are over"}
 
 
 def test_rank_0_does_not_come(pair: list[Puppet]) -> None:

@@ -11,6 +11,6 @@ Inside: ``functions`` (send and recv), ``context``, ``attach`` (to messages), ``
 (DDP), ``engine`` (do it), ``api``.
 """
 
-from telegrad.autograd.api import backward, context, debug_info, get_gradients
+from telegrad.autograd.api import backward, context, debug_info, get_gradients, is_available
 
-__all__ = ["backward", "context", "debug_info", "get_gradients"]
+__all__ = ["backward", "context", "debug_info", "get_gradients", "is_available"]

@@ -102,6 +102,11 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     return worker.autograd.registry.get(context_id, lambda to: repr(worker.agent.peer(to).name)).gradients()
 
 
+def is_available() -> bool:
+    """As in torch, whether distributed autograd can be used: it can."""
+    return True
+
+
 def debug_info() -> dict[str, Any]:
     """The contexts and passes that this worker knows, for people to read."""
     engine = _engine()

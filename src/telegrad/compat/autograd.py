@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from telegrad import autograd
+from telegrad.autograd import is_available as is_available
 from telegrad.autograd.context import Context, current_context, enter, leave
 from telegrad.compat.graph_view import NodeView, recv_view, send_view
 from telegrad.compat.profiling import is_profiling
@@ -37,10 +38,6 @@ from telegrad.errors import TelegradError, UsageError
 __all__ = ["backward", "context", "get_gradients", "is_available"]
 
 _MOST_CONTEXTS = (1 << 48) - 1  # of one worker
-
-
-def is_available() -> bool:
-    return True
 
 
 class DistAutogradContext:

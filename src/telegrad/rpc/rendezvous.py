@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -27,6 +28,9 @@ from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.rpc.strangers import Strangers
 from telegrad.transport.handshake import derive_key
 
+log = logging.getLogger("telegrad.rpc")
+
+_SILENT_SECONDS = 10.0  # after which a worker that waits for others says for whom
 _SIGNATURE = hashlib.sha256().digest_size
 _records = msgspec.msgpack.Decoder(WorkerRecord)
 
@@ -102,6 +106,7 @@ class Meeting:
         deadline = time.monotonic() + self.timeout
         pause = 0.002
         self.missing[:] = range(self.world_size)
+        tell_at = time.monotonic() + _SILENT_SECONDS
         # Asking again and again, because the stores complain on the terminal when a wait of theirs runs out.
         while True:
             for rank in list(self.missing):
@@ -117,6 +122,15 @@ class Meeting:
                 self.strangers.check(self.missing)
             if time.monotonic() > deadline:
                 raise self._nobody_came([records[rank] for rank in sorted(records)])
+            if time.monotonic() > tell_at:
+                tell_at += _SILENT_SECONDS
+                log.warning(
+                    "worker %r waits for %s of %d to join, until %g s are over",
+                    self.name,
+                    _ranks(self.missing),
+                    self.world_size,
+                    self.timeout,
+                )
             time.sleep(pause)
             pause = min(pause * 1.5, 0.1)
 
@@ -174,9 +188,13 @@ class Meeting:
         came = ", ".join(f"{record.name!r} ({record.worker_id})" for record in records) or "nobody"
         missing = sorted(set(range(self.world_size)) - {record.worker_id for record in records})
         return RendezvousError(
-            f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {self.world_size} did not come "
+            f"{_ranks(missing)} of {self.world_size} did not come "
             f"within {self.timeout:g} s; here are {came}. Do all workers run, with the same address and world size?"
         )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _sign(key: bytes, data: bytes) -> bytes:
