@@ -1571,6 +1571,19 @@ def test_second_derivatives_equal_local_ones(trio: Cluster, program: Callable[[C
         assert_same(gradients(trio, context_id), both)
 
 
+def test_second_derivatives_inside_no_grad(trio: Cluster) -> None:
+    """Where backward is called says nothing, as in torch."""
+    program = SMOOTH[0]
+    first, both = local_second(program)
+    with autograd.context() as context_id:
+        loss = program(by_sync)
+        with torch.no_grad():
+            autograd.backward(context_id, [loss], create_graph=True)
+        squares = [rpc.rpc_sync(each, penalty, (each, context_id)) for each, g in first.items() if g is not None]
+        autograd.backward(context_id, [sum(squares)])
+        assert_same(gradients(trio, context_id), both)
+
+
 def test_third_derivatives(trio: Cluster) -> None:
     leaf = WEIGHTS["a"]
 

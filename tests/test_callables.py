@@ -7,6 +7,8 @@ import functools
 import math
 import operator
 import sys
+import threading
+import types
 
 import pytest
 import torch
@@ -196,19 +198,36 @@ def test_a_module_that_raises_while_it_is_imported(tmp_path, monkeypatch):
 # --- exports, and nothing else --------------------------------------------------------------------------------------
 
 
-def test_a_module_that_another_thread_is_importing_is_waited_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["early", "late"])
+def test_a_module_that_another_thread_is_importing_is_waited_for(tmp_path, monkeypatch, name):
     """Two workers whose first calls need it come at once."""
-    (tmp_path / "slow_to_import.py").write_text(
-        "import support\nsupport.importing.pass_through()\ndef late():\n    return 'here'\n"
+    (tmp_path / f"slow_for_{name}.py").write_text(
+        "import support\n"
+        "def early():\n    return TABLE\n"
+        "support.importing.pass_through()\n"
+        "TABLE = 7\n"
+        "def late():\n    return TABLE\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(support, "importing", gate := Gate(), raising=False)
-    first = in_thread(lambda: resolve("slow_to_import:late", allow_any=True))
+    first = in_thread(lambda: resolve(f"slow_for_{name}:{name}", allow_any=True)())
     gate.wait_entered()
-    second = in_thread(lambda: resolve("slow_to_import:late", allow_any=True))
+    second = in_thread(lambda: resolve(f"slow_for_{name}:{name}", allow_any=True)())
     assert not gate.opened.wait(0.05)  # time enough for the second to look
     gate.open()
-    assert first() is second() is sys.modules["slow_to_import"].late
+    assert first() == second() == 7
+
+
+def test_a_function_that_stands_further_down_in_the_main_program_is_waited_for(monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    found = in_thread(lambda: resolve("__main__:further_down", allow_any=True))
+    assert not threading.Event().wait(0.02)
+    main.further_down = len
+    assert found() is len
+    monkeypatch.setattr(callables, "_MAIN_SECONDS", 0.01)
+    with pytest.raises(SerializationError, match="has no 'nowhere'"):
+        resolve("__main__:nowhere", allow_any=True)
 
 
 def test_export_by_its_own_name():

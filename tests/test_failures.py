@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -23,6 +23,16 @@ class Picky(Exception):
 
     def __str__(self) -> str:
         return f"code {self.args[0]}, hint {self.hint}"
+
+
+class Listed(Exception):
+    register: ClassVar[list[type]] = []
+
+    def __init_subclass__(cls) -> None:
+        Listed.register.append(cls)
+
+    def __str__(self) -> str:
+        return "its own text"
 
 
 class Maker(Exception):
@@ -167,6 +177,21 @@ def test_a_copy_is_the_same_but_for_its_traceback() -> None:
         assert again.__dict__ == error.__dict__
         assert again.__traceback__ is None
     assert copy_of(OSError(2, "no file")).errno == 2
+
+
+def test_a_copy_has_notes_of_its_own() -> None:
+    error = ValueError("x")
+    error.add_note("one")
+    copy_of(error).add_note("two")
+    assert copy_of(error).__notes__ == ["one"]
+
+
+def test_no_class_of_ours_comes_into_a_users_register() -> None:
+    failure = Failure(0, "b", f"{__name__}:Listed", "text", "traceback")
+    again = rebuild(failure, ((3,), {}), True)
+    assert isinstance(again, Listed)
+    assert "text" in str(again)
+    assert Listed.register == []
 
 
 def test_an_error_that_is_kept_holds_no_frames_but_knows_its_story() -> None:

@@ -312,6 +312,19 @@ def test_rule_5_corked_answers_go_out(make: Callable[[int], Pool]) -> None:
     bell.close()
 
 
+def test_rule_5_nothing_is_corked_when_the_pool_runs_dry_meanwhile(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make(2)
+    bell = Bell(pool)
+    looks = iter([True, False])
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_waits", lambda: next(looks))
+        assert not pool.cork(bell)
+    assert not pool._corked
+    bell.close()
+
+
 def test_rule_5_answers_do_not_wait_for_a_long_call_behind_them(make: Callable[[int], Pool]) -> None:
     pool, crowd, corked = make(1), Crowd(), []
     bell = Bell(pool)

@@ -267,6 +267,53 @@ def test_callbacks_run_when_the_answer_comes(pair: Cluster) -> None:
     assert called.wait(PATIENCE)
 
 
+def doubled_weight(gate: Gate) -> torch.Tensor:
+    gate.pass_through()
+    return 2 * torch.ones(2, requires_grad=True)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["the answer is there", "the answer is to come"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_whether_a_result_needs_a_gradient_is_decided_by_the_call(pair: Cluster, enabled: bool, early: bool) -> None:
+    gate = Gate()
+    with torch.set_grad_enabled(enabled):
+        future = rpc.rpc_async("b", doubled_weight, (gate,))
+    if early:
+        gate.open()
+        assert eventually(future.done)
+    with torch.set_grad_enabled(not enabled):
+        threading.Timer(0.02, gate.open).start()
+        assert future.wait().requires_grad is enabled
+
+
+def stop_gradients() -> bool:
+    before = torch.is_grad_enabled()
+    torch.set_grad_enabled(False)
+    return before
+
+
+def test_a_function_that_turns_gradients_off_does_so_for_itself(pair: Cluster) -> None:
+    assert [rpc.rpc_sync("b", stop_gradients) for _ in range(20)] == [True] * 20
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_callback_that_would_end_the_program_ends_its_future(pair: Cluster, error: BaseException) -> None:
+    def callback(_: Any) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        rpc.rpc_async("b", operator.add, (2, 3)).then(callback).wait()
+
+
+def a_future() -> torch.futures.Future[int]:
+    return torch.futures.Future()
+
+
+def test_a_future_cannot_be_sent_and_the_error_says_what_to_do(pair: Cluster) -> None:
+    with pytest.raises(SerializationError, match=r"wait for the future over there, or let an async_execution"):
+        rpc.rpc_sync("b", a_future)
+
+
 def test_a_failed_future_raises_in_wait_and_in_callbacks(pair: Cluster) -> None:
     future = rpc.rpc_async("b", fail, (KeyError("k"),))
     with pytest.raises(KeyError):

@@ -80,8 +80,12 @@ def execute(
                 function, *args = args  # type: ignore[assignment]
         if type(function) is str:
             function = resolve(function, agent.options.allow_pickle)
-        with scope or _NO_SCOPE:
-            result = function(*args[:-1], **(args[-1] or {}))
+        try:
+            with scope or _NO_SCOPE:
+                result = function(*args[:-1], **(args[-1] or {}))
+        finally:
+            if not torch.is_grad_enabled():
+                torch.set_grad_enabled(True)  # the function turned gradients off for good; the thread has more to do
         if type(result) is Deferred:
             future = result.future
         elif is_async(function):

@@ -133,7 +133,12 @@ def _told(kind: type[BaseException]) -> type[BaseException]:
     To everyone else it is the class itself: the same name and module, and caught by the same ``except``.
     """
     names = {"__str__": lambda self: self.__dict__[_TOLD], "__module__": kind.__module__}
-    return type(kind.__name__, (kind,), names | {"__qualname__": kind.__qualname__})
+    return type(kind.__name__, (_Quiet, kind), names | {"__qualname__": kind.__qualname__})
+
+
+class _Quiet:
+    def __init_subclass__(cls) -> None:
+        """Not the user's, who may keep a register of the classes."""
 
 
 def copy_of(error: E) -> E:
@@ -141,6 +146,8 @@ def copy_of(error: E) -> E:
     try:
         copy = _make(type(error), _args_of(error))
         copy.__dict__.update(error.__dict__)
+        if "__notes__" in copy.__dict__:
+            copy.__notes__ = list(error.__notes__)  # each may get more of its own
     except Exception:
         return error
     copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__

@@ -33,7 +33,7 @@ class Future(torch.futures.Future[Any]):
         def run(_: Any) -> None:
             try:
                 value = around.run(callback, self)
-            except Exception as error:
+            except BaseException as error:  # a SystemExit too: somebody may wait for the result
                 result.set_exception(error)
             else:
                 result.set_result(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -157,7 +156,7 @@ class Outcomes:
             return  # another thread completes it
         future._help = None
         try:
-            with contextlib.nullcontext() if ticket.grad_enabled else torch.no_grad():
+            with torch.set_grad_enabled(ticket.grad_enabled):
                 value = self._result(ticket)
         except Exception as error:
             future.set_exception(error)

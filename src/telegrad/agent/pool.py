@@ -132,7 +132,10 @@ class Pool:
         if not self._waits():
             return False
         self._corked[source] = None
-        return True
+        if self._waits():
+            return True  # whoever takes the last of it finds the source
+        self._corked.pop(source, None)  # the pool has run dry between the two looks, and may sleep now
+        return False
 
     def _uncork(self) -> None:
         while self._corked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -17,6 +17,8 @@ from telegrad.errors import UsageError
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 
 Root = Tensor | RRef[Any]
+
+_AS_IT_IS = nullcontext()
 
 
 def _engine() -> Engine:
@@ -56,15 +58,17 @@ def backward(
     with Scope(known):
         tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
     gradients = _root_gradients(tensors, grad_tensors)
-    engine.backward(
-        known,
-        [_root_edge(tensor, index) for index, tensor in enumerate(tensors)],
-        gradients,
-        retain_graph or create_graph,
-        create_graph,
-        mode == "fast",
-        worker.seconds(timeout),
-    )
+    # As in torch, a no_grad around it says nothing; but this thread will open what other workers send.
+    with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
+        engine.backward(
+            known,
+            [_root_edge(tensor, index) for index, tensor in enumerate(tensors)],
+            gradients,
+            retain_graph or create_graph,
+            create_graph,
+            mode == "fast",
+            worker.seconds(timeout),
+        )
 
 
 def _root_edge(root: Any, index: int) -> GradientEdge:

@@ -60,10 +60,10 @@ def init_rpc(
         raise TypeError(f"backend must be a BackendType, not {backend!r}")
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be telegrad.rpc.RpcBackendOptions, not {type(options)}")
-    join(name, rank, world_size, options)
     # The first full collection walks all of torch (100 ms); here it does not fall into the first burst of calls, and
     # Python waits with the next one until a quarter more objects live.
     gc.collect()
+    join(name, rank, world_size, options)
 
 
 def join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
@@ -77,7 +77,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
         raise UsageError(f"RPC is already running in this process, as worker {current_worker().name!r}")
     rank, world_size = identity_in(options.init_method, rank, world_size)
     _check_numbers(rank, world_size)
-    set_process_worker(_join(name, rank, world_size, options))
+    _join(name, rank, world_size, options)
 
 
 def _check_numbers(rank: int, world_size: int | None) -> None:
@@ -89,8 +89,8 @@ def _check_numbers(rank: int, world_size: int | None) -> None:
         raise UsageError(f"rank {rank} does not fit a world of {world_size} (and {MAX_WORKERS} is the most)")
 
 
-def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> Worker:
-    """Meets the others, and puts the worker together.
+def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    """Meets the others, and puts this process's worker together.
 
     Starts again when the store goes away: it may have been that of the job before, which rank 0 was about to leave.
     """
@@ -102,7 +102,7 @@ def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
     deadline = time.monotonic() + left
     while True:
         try:
-            worker = _meet(corner, mark, missing, name, rank, world_size, options, left)
+            _meet(corner, mark, missing, name, rank, world_size, options, left)
         except DistNetworkError as error:
             left = round(deadline - time.monotonic(), 1)
             if left <= 0:
@@ -113,7 +113,7 @@ def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
             raise
         else:
             _joined.append(name)
-            return worker
+            return
         time.sleep(0.02)
 
 
@@ -134,13 +134,13 @@ def _meet(
     world_size: int | None,
     options: RpcBackendOptions,
     timeout: float,
-) -> Worker:
+) -> None:
     store = open_store(options.init_method, rank, world_size, timeout)
     strangers = Strangers(store, lambda: knock_at(store, world_size))
     meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, timeout, mark, strangers, missing)
     try:
         meeting.claim()
-        return _set_up(meeting, name, rank, options, store)
+        _set_up(meeting, name, rank, options, store)
     except DistNetworkError:
         raise
     except BaseException as error:
@@ -148,7 +148,7 @@ def _meet(
         raise
 
 
-def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, store: Store) -> Worker:
+def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, store: Store) -> None:
     key = meeting.key(options.secret_bytes())
     near = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")
     network = Network(Identity(rank, name), key, options, near)
@@ -185,8 +185,8 @@ def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, 
             worker.abandon()  # its threads
         raise
     worker.start()
+    set_process_worker(worker)  # before the first call comes: what it runs may start a thread that asks for the worker
     network.open(worker.agent)
-    return worker
 
 
 def _introduce(worker: Worker, meeting: Meeting, key: bytes, network: Network) -> None:

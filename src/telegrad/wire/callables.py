@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ MAIN_MODULES = ("__main__", "__mp_main__")
 _exported: dict[str, Callable[..., Any]] = {}
 _names: dict[Any, str] = {}  # name_of, remembered: 0.3 us instead of 2
 _NAMES_KEPT = 4096
+_MAIN_SECONDS = 1.0  # how long a call waits for the main program to define its function
 
 
 def export(function: F | None = None, *, name: str | None = None) -> Any:
@@ -110,18 +112,32 @@ def resolve(name: str, allow_any: bool) -> Any:
         )
     if not colon:
         raise SerializationError(f"no function is exported as {name!r} here")
-    function = _look_up(sys.modules.get(module_name), path)
-    if function is None:
+    module = sys.modules.get(module_name)
+    if module is None or _is_being_imported(module):
         try:
             module = importlib.import_module(module_name)  # waits, if another thread is importing it
         except Exception as error:  # a module may raise anything while it is imported
             raise SerializationError(
                 f"cannot import module {module_name!r} for {path!r}: {type(error).__name__}: {error}"
             ) from error
-        function = _look_up(module, path)
-        if function is None:
-            where = getattr(module, "__file__", None) or "no file"
-            raise SerializationError(f"module {module_name!r} ({where}) has no {path!r}")
+    function = _look_up(module, path)
+    if function is None and module_name in MAIN_MODULES:
+        function = _wait_for(module, path)
+    if function is None:
+        where = getattr(module, "__file__", None) or "no file"
+        raise SerializationError(f"module {module_name!r} ({where}) has no {path!r}")
+    return function
+
+
+def _is_being_imported(module: Any) -> bool:
+    return getattr(getattr(module, "__spec__", None), "_initializing", False)
+
+
+def _wait_for(module: Any, path: str) -> Any:
+    """A function of the main program, which may stand below its ``init_rpc``: the program may not be there yet."""
+    deadline = time.monotonic() + _MAIN_SECONDS
+    while (function := _look_up(module, path)) is None and time.monotonic() < deadline:
+        time.sleep(0.005)
     return function
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from telegrad.errors import SerializationError
@@ -115,7 +116,11 @@ def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWrit
 
 def _cannot_pickle(value: Any, error: BaseException) -> SerializationError:
     culprit = _culprit(value)
-    advice = "; TorchScript cannot be sent, send the Python function" if "torch.jit" in type(culprit).__module__ else ""
+    advice = ""
+    if isinstance(culprit, torch._C.Future):
+        advice = "; wait for the future over there, or let an async_execution function return it"
+    elif "torch.jit" in type(culprit).__module__:
+        advice = "; TorchScript cannot be sent, send the Python function"
     return SerializationError(
         f"cannot send a value of type {type(culprit).__qualname__}: {str(error) or type(error).__name__}{advice}"
     )
