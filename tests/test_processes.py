@@ -188,6 +188,12 @@ def test_children_of_multiprocessing_know_their_main_program_too() -> None:
     assert sorted(out.splitlines()) == ["worker 0: all well", "worker 1: all well"]
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_whether_a_result_needs_a_gradient_is_decided_by_the_call(enabled: bool) -> None:
+    with troupe(2) as (caller, _):
+        assert caller.run(deeds.results_waited_for_in_another_mode, "worker1", enabled) == [enabled, enabled]
+
+
 # --- death ------------------------------------------------------------------------------------------------------------
 
 

@@ -267,25 +267,6 @@ def test_callbacks_run_when_the_answer_comes(pair: Cluster) -> None:
     assert called.wait(PATIENCE)
 
 
-def doubled_weight(gate: Gate) -> torch.Tensor:
-    gate.pass_through()
-    return 2 * torch.ones(2, requires_grad=True)
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["the answer is there", "the answer is to come"])
-@pytest.mark.parametrize("enabled", [True, False])
-def test_whether_a_result_needs_a_gradient_is_decided_by_the_call(pair: Cluster, enabled: bool, early: bool) -> None:
-    gate = Gate()
-    with torch.set_grad_enabled(enabled):
-        future = rpc.rpc_async("b", doubled_weight, (gate,))
-    if early:
-        gate.open()
-        assert eventually(future.done)
-    with torch.set_grad_enabled(not enabled):
-        threading.Timer(0.02, gate.open).start()
-        assert future.wait().requires_grad is enabled
-
-
 def stop_gradients() -> bool:
     before = torch.is_grad_enabled()
     torch.set_grad_enabled(False)

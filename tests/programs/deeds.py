@@ -487,3 +487,21 @@ def soak(me: int, world_size: int, seconds: float, seed: int) -> dict[str, int]:
             assert rpc.rpc_sync(to, forward, args=(other, add, (1, 2))) == 3
     kept.clear()
     return dict(done)
+
+
+def weight_after(seconds: float) -> torch.Tensor:
+    time.sleep(seconds)
+    return 2 * torch.ones(2, requires_grad=True)
+
+
+def results_waited_for_in_another_mode(to: str, enabled: bool) -> list[bool]:
+    """Whether a result needs a gradient that is there before the wait, and one that comes meanwhile."""
+    found = []
+    for seconds in (0.0, 0.1):
+        with torch.set_grad_enabled(enabled):
+            future = rpc.rpc_async(to, weight_after, (seconds,))
+        while not seconds and not future.done():
+            time.sleep(0.001)
+        with torch.set_grad_enabled(not enabled):
+            found.append(future.wait().requires_grad)
+    return found
