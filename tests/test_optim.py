@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import threading
@@ -19,6 +20,7 @@ from telegrad import autograd, rpc
 from telegrad.current import current_worker
 from telegrad.errors import SerializationError, UsageError, WorkersFailedError
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_, clip_grad_value_
+from telegrad.optim.local import LocalOptimizer
 from telegrad.testing import Cluster, cluster
 
 #: The layers of one model, each on its own worker.
@@ -373,6 +375,19 @@ def test_its_state_is_that_of_one_process_and_goes_both_ways(trio: Cluster) -> N
     local.step(expected, 7)
     step(another, 7)
     local.assert_same()
+
+
+def test_a_state_is_not_changed_by_the_next_step(trio: Cluster) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    local = LocalOptimizer(optim.Adam, [{"params": [rpc.RRef(parameter)]}], [], {"lr": 0.1})
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [parameter.sum()])
+        local.step(context_id, [])
+        before = local.state()
+        kept = copy.deepcopy(before)
+        local.step(context_id, [])
+    torch.testing.assert_close(before, kept)
+    assert local.state()[0]["step"] == before[0]["step"] + 1
 
 
 def test_a_state_that_does_not_fit_is_refused_and_nothing_is_touched(trio: Cluster) -> None:

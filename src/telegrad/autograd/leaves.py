@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +12,14 @@ from torch.autograd.graph import Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.passes import Pass
+from telegrad.autograd.reducers import Swapping
 
 _OURS = 3  # references to a gradient that nobody else has: the engine's result, a variable, and the question itself
 
 
 class Leaves:
     def __init__(self) -> None:
-        self.swapping = threading.RLock()  # while a context's gradient stands in ``.grad``, for a hook or an optimizer
+        self.swapping = Swapping()  # while a context's gradient stands in ``.grad``, for a hook or an optimizer
         self.after: Callable[[Node, Tensor], None] | None = None  # called with each gradient that has come to a leaf
 
     def add(
@@ -47,11 +47,12 @@ class Leaves:
             if variable._post_accumulate_grad_hooks:
                 self._after_accumulation(this.context, variable)
             if self.after is not None:
-                self.after(leaf, gradient)
+                with self.swapping.of([variable]):
+                    self.after(leaf, gradient)
 
     def _after_accumulation(self, context: Context, variable: Any) -> None:
         """Hooks that expect to find the sum in ``.grad``, and may change it there."""
-        with self.swapping:
+        with self.swapping.of([variable]):
             before = variable.grad
             variable.grad = context.gradient(variable)
             try:

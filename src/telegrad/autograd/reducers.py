@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 import weakref
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +37,13 @@ _reduced_by: Any = WeakIdKeyDictionary()
 
 
 def _register(module: DistributedDataParallel) -> None:
-    for parameter in module.parameters():
-        if parameter.requires_grad and not getattr(parameter, "_ddp_ignored", False):
-            _reduced_by[parameter] = weakref.ref(module)
+    for parameter in _parameters(module):
+        _reduced_by[parameter] = weakref.ref(module)
+
+
+def _parameters(module: DistributedDataParallel) -> list[Tensor]:
+    """Those that the module reduces."""
+    return [each for each in module.parameters() if each.requires_grad and not getattr(each, "_ddp_ignored", False)]
 
 
 def watch() -> None:
@@ -71,6 +76,51 @@ def reducing(leaf: Tensor) -> DistributedDataParallel | None:
     return known() if known is not None else None
 
 
+class Swapping:
+    """Says who may use ``.grad`` of a parameter, for a while, for the gradients of a context.
+
+    A step or a hook is short, and holds the lock of the worker: ``with swapping:``.  A reduction waits for other
+    processes, which may wait for a step here, so it must not hold that lock: it has its parameters ``lent``.  Whoever
+    needs ``.grad`` of these waits for their return with the lock released: ``with swapping.of(parameters):``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._returned = threading.Condition(self._lock)
+        self._lent: set[int] = set()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    @contextmanager
+    def of(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the lock is held, and no reduction has any of these."""
+        with self._lock:
+            if self._lent:
+                self._wait_for({id(each) for each in parameters})
+            yield
+
+    @contextmanager
+    def lent(self, things: Sequence[Any]) -> Iterator[None]:
+        """Inside, nobody else has any of these; the lock is not held."""
+        own = {id(each) for each in things}
+        with self._lock:
+            self._wait_for(own)
+            self._lent |= own
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._lent -= own
+                self._returned.notify_all()
+
+    def _wait_for(self, wanted: set[int]) -> None:
+        self._returned.wait_for(lambda: self._lent.isdisjoint(wanted))
+
+
 class Reduction:
     """What the parameters of one module get in one pass on one worker."""
 
@@ -92,10 +142,11 @@ class Reduction:
         known = self._gradients.get(id(leaf))
         self._gradients[id(leaf)] = (leaf, add_up(known[1], gradient) if known is not None else gradient)
 
-    def run(self, context: Context, swapping: AbstractContextManager[Any]) -> bool:
+    def run(self, context: Context, swapping: Swapping) -> bool:
         """Waits for the other processes of the module's group."""
-        with swapping:
-            parameters = [each for each in self.module.parameters() if each.requires_grad]
+        parameters = _parameters(self.module)
+        # The group, too: processes match its collectives by their order, so two modules must not mix theirs.
+        with swapping.lent([*parameters, self.module.process_group]):
             before = [parameter.grad for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils._pytree import tree_map_only
 
 from telegrad.autograd.context import add_up
 from telegrad.current import current_worker
@@ -50,7 +51,7 @@ class LocalOptimizer:
 
     def step(self, context_id: int | None, changes: Sequence[Group]) -> int:
         """One step with the gradients of a context and those that were kept; how many parameters had one."""
-        with current_worker().autograd.swapping:
+        with current_worker().autograd.swapping.of(self._parameters):
             if context_id is None:
                 gradients = self._kept or [None] * len(self._parameters)
             else:
@@ -70,9 +71,10 @@ class LocalOptimizer:
             self._kept = []
 
     def state(self) -> dict[int, Any]:
-        """By index among the parameters of this owner."""
+        """By index among the parameters of this owner; copies, which the next step does not change."""
         with current_worker().autograd.swapping:
-            state: dict[int, Any] = self._optimizer.state_dict()["state"]
+            live = self._optimizer.state_dict()["state"]
+            state: dict[int, Any] = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), live)
             return state
 
     def load(self, state: dict[int, Any], settings: Sequence[Group]) -> None:
