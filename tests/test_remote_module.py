@@ -20,6 +20,7 @@ from support import PATIENCE, assert_no_references, eventually, no_new_threads
 from telegrad import autograd, rpc
 from telegrad.errors import (
     NotInitializedError,
+    RpcTimeoutError,
     SerializationError,
     TelegradError,
     UnknownWorkerError,
@@ -430,6 +431,67 @@ def test_a_state_that_does_not_fit_names_the_keys_and_changes_nothing(
     torch.testing.assert_close(over_there(remote), before)
 
 
+class Choosy(nn.Module):
+    """Takes no state, in one way or another, but only when its first part has taken its own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.second: nn.Module = {"load": Loading, "extra state": Extra}.get(way, nn.ReLU)()
+        if way == "pre-hook":
+            self.second.register_load_state_dict_pre_hook(refuse)
+        elif way == "post-hook":
+            self.register_load_state_dict_post_hook(refuse)
+
+
+def refuse(*_: Any) -> None:
+    raise LookupError("not this one")
+
+
+class Loading(nn.Module):
+    def _load_from_state_dict(self, *args: Any) -> None:
+        refuse()
+
+
+class Extra(nn.Module):
+    def get_extra_state(self) -> Any:
+        return 5
+
+    def set_extra_state(self, state: Any) -> None:
+        refuse()
+
+
+@pytest.mark.parametrize("way", ["pre-hook", "post-hook", "load", "extra state"])
+def test_a_module_that_raises_when_it_loads_is_as_it_was(trio: Cluster, way: str) -> None:
+    remote = RemoteModule("b", Choosy, (way,))
+    before = remote.state_dict()
+    state = {name: value + 1 if isinstance(value, Tensor) else value for name, value in before.items()}
+    with pytest.raises(LookupError, match="not this one"):
+        remote.load_state_dict(state)
+    torch.testing.assert_close(dict(remote.state_dict()), dict(before))
+
+
+def test_a_state_is_taken_between_two_steps(trio: Cluster) -> None:
+    remote, module = RemoteModule("b", nn.Linear, (2, 2)), nn.Linear(2, 2)
+    before = over_there(remote)
+    with trio["b"].autograd.swapping:  # as in a step of an optimizer
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync("b", owner.get_state, (remote.get_module_rref(),), timeout=0.1)
+    torch.testing.assert_close(dict(remote.state_dict()), before)
+    with trio.on("b"):
+        taken, _ = owner.get_state(rpc.RRef(module))
+        kept = copy.deepcopy(taken)
+        nn.init.zeros_(module.weight)
+        torch.testing.assert_close(taken, kept)
+
+
+def test_the_state_of_a_module_with_a_remote_part_on_the_same_worker(trio: Cluster) -> None:
+    remote = RemoteModule("b", Outer, ("b",))
+    state = remote.state_dict()
+    remote.load_state_dict({name: value + 1 for name, value in state.items()})
+    torch.testing.assert_close(dict(remote.state_dict()), {name: value + 1 for name, value in state.items()})
+
+
 def test_a_module_may_know_older_names(trio: Cluster) -> None:
     remote = RemoteModule("b", Older, (2, 2))
     remote.load_state_dict({"kernel": torch.ones(2, 2), "bias": torch.zeros(2)})
@@ -725,6 +787,40 @@ def test_when_its_worker_is_lost() -> None:
         ):
             with pytest.raises(WorkerLostError, match="'b'"):
                 action()
+
+
+class Plus(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+def test_a_handle_of_a_job_that_has_ended() -> None:
+    """The next job has another module under the same number."""
+    with cluster("a", "b", "other", timeout=PATIENCE) as before, before.on("a"):
+        old, elsewhere = RemoteModule("b", Block, (4, 3)), RemoteModule("other", Plus)
+        on_meta = RemoteModule("b/meta", Plus)
+    with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
+        new = RemoteModule("b", Plus)
+        assert new.get_module_rref()._rref_id == old.get_module_rref()._rref_id
+        for use in (
+            lambda: old(batch()),
+            lambda: old.forward_async(batch()),
+            lambda: on_meta(batch()),
+            lambda: elsewhere(batch()),
+            lambda: elsewhere.train(),
+            lambda: old.remote_parameters(),
+            lambda: old.eval(),
+            lambda: old.state_dict(),
+            lambda: old.load_state_dict({}),
+            lambda: rpc.rpc_sync("b", call, (old, batch())),
+            lambda: RemoteModule.init_from_module_rref("b", old.get_module_rref()),
+            lambda: old.get_module_rref().rpc_sync().eval(),
+        ):
+            with pytest.raises(NotInitializedError, match="belongs to a job that has ended"):
+                use()
+        torch.testing.assert_close(new(batch()), batch() + 1)
+        del new
+        assert_no_references(workers)
 
 
 # --- in processes of their own ------------------------------------------------------------------------------------

@@ -18,8 +18,11 @@ import torch
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
-from telegrad.errors import RpcTimeoutError, SerializationError, UsageError, WorkerLostError
+from telegrad.agent.failures import let_go_of_frames
+from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
+from telegrad.optim import DistributedOptimizer
+from telegrad.rref.references import Owned
 from telegrad.testing import Cluster, cluster
 from telegrad.wire.messages import Fetch, RemoteCall
 
@@ -186,6 +189,32 @@ def test_the_error_of_the_creating_call_comes_at_to_here(trio: Cluster) -> None:
         rpc.rpc_sync("c", fetch, (rref,))
     with pytest.raises(ZeroDivisionError):
         rpc.rpc_sync("b", fetch, (rref,))
+
+
+class Single(Exception):
+    """Made once, it cannot be copied."""
+
+    made = False
+
+    def __new__(cls, *args: Any) -> Single:
+        if cls.made:
+            raise LookupError("there is one already")
+        cls.made = True
+        return super().__new__(cls, *args)
+
+
+@pytest.mark.parametrize("kind", [ValueError, Single])
+def test_the_error_of_the_creating_call_tells_its_story_once(kind: type[Exception]) -> None:
+    error, owned = kind("no value"), Owned()
+    let_go_of_frames(error)
+    error.add_note("a note of the program")
+    owned.set(None, error)
+    for _ in range(3):
+        with pytest.raises(kind) as caught:
+            owned.get()
+        note, story = caught.value.__notes__
+        assert note == "a note of the program"
+        assert "no value" in story
 
 
 def divide_all(things: list[Any]) -> float:
@@ -449,6 +478,77 @@ def test_the_creator_dies_before_its_call_comes(trio: Cluster) -> None:
         join()
     with pytest.raises(WorkerLostError):
         mine.to_here()
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["dies", "leaves"])
+def test_the_creator_goes_while_its_call_runs(trio: Cluster, leaves: bool) -> None:
+    """The owner makes the value nevertheless, for another worker has a reference to it."""
+    gate = Gate()
+    with trio.on("c"):
+        rref = rpc.remote("b", pass_through, (gate, "made"))
+        rpc.rpc_sync("a", keep, ("rref", rref))
+    gate.wait_entered()
+    mine = _kept.pop("rref")
+    assert eventually(mine.confirmed_by_owner)
+    trio["c"].shutdown(graceful=False) if leaves else trio.kill("c")
+    assert eventually(lambda: 2 in trio["b"].references._lost)
+    with pytest.raises(RpcTimeoutError):
+        mine.to_here(timeout=0.1)
+    gate.open()
+    assert mine.to_here() == "made"
+
+
+def test_the_creator_dies_while_its_call_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("telegrad.agent.pool._STUCK", PATIENCE)
+    gate = Gate()
+    with cluster("a", "b", "c", timeout=PATIENCE, threads=1) as workers, workers.on("a"):
+        first = rpc.rpc_async("b", pass_through, (gate,))
+        gate.wait_entered()
+        with workers.on("c"):
+            rref = rpc.remote("b", Thing, (5,))
+            rpc.rpc_sync("a", keep, ("rref", rref))
+        mine = _kept.pop("rref")
+        assert eventually(mine.confirmed_by_owner)
+        join = in_thread(mine.to_here)
+        assert eventually(lambda: len(workers["b"].references._owned) == 1)
+        workers.kill("c")
+        assert eventually(lambda: 2 in workers["b"].references._lost)
+        gate.open()
+        first.wait()
+        assert join().content == 5
+        del mine
+
+
+# --- after the end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_of_a_job_that_has_ended() -> None:
+    """The next job has other values under the same numbers."""
+    with cluster("a", "b", timeout=PATIENCE) as before, before.on("a"):
+        old, mine = rpc.remote("b", torch.ones, (2,)), rpc.RRef("my own")
+        optimizer = DistributedOptimizer(torch.optim.SGD, [old], lr=0.1)
+    with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
+        new = [rpc.remote("b", Thing, ("new",)), rpc.RRef("new"), rpc.rpc_sync("b", make_here, ("new",))]
+        assert old._rref_id in [each._rref_id for each in new]
+        for use in (
+            old.to_here,
+            lambda: rpc.rpc_sync("b", fetch, (old,)),
+            lambda: rpc.rpc_sync("b", fetch, (mine,)),
+            lambda: rpc.rpc_async("b", copy_through, (Parcel([new, old]),)),
+            lambda: rpc.remote("a", copy_through, ([old],)),
+            lambda: old.rpc_sync().get(),
+            lambda: old.rpc_async().get(),
+            lambda: old.remote().get(),
+            lambda: mine.rpc_sync().upper(),
+            old.backward,
+            lambda: DistributedOptimizer(torch.optim.SGD, [old], lr=0.1),
+            lambda: optimizer.state_dict(),
+        ):
+            with pytest.raises(NotInitializedError, match="belongs to a job that has ended: worker 'a' has shut down"):
+                use()
+        assert mine.local_value() == "my own"
+        new.clear()
+        assert_no_references(workers)
 
 
 @rpc.export

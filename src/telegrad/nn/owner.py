@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -93,8 +94,13 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 def get_state(module_rref: Module) -> tuple[State, State]:
     """The state, and the versions that torch keeps beside it."""
+    # Not under the lock, for parts of the module may be asked for theirs over RPC, on this very worker too.
     state = module_rref.local_value().state_dict()
-    return {name: sendable(value) for name, value in state.items()}, dict(getattr(state, "_metadata", {}))
+    with current_worker().autograd.swapping:  # no step of an optimizer changes anything meanwhile
+        values = {name: sendable(value) for name, value in state.items()}
+        # In one go: what shares memory still does.
+        values |= copy.deepcopy({name: value for name, value in values.items() if isinstance(value, Tensor)})
+    return values, dict(getattr(state, "_metadata", {}))
 
 
 def set_state(module_rref: Module, given: State, metadata: State | None, strict: bool) -> tuple[list[str], list[str]]:
@@ -106,14 +112,15 @@ def set_state(module_rref: Module, given: State, metadata: State | None, strict:
     own = module.state_dict()
     state: Any = OrderedDict(given)
     state._metadata = getattr(own, "_metadata", {}) if metadata is None else metadata
-    if _fits(own, state):  # then without a copy, for a table may fill half of the memory
+    if _fits(own, state) and _is_plain(module):
+        # Without a copy, for a table may fill half of the memory.
         missing, unexpected = module.load_state_dict(state, strict)
         return missing, unexpected
     before = copy.deepcopy(own)
     try:
         missing, unexpected = module.load_state_dict(state, strict)
     except Exception as error:
-        module.load_state_dict(before, strict=False)
+        _restore(module, own, before)
         if type(error) is RuntimeError:  # torch's own, which names the keys
             raise UsageError(f"nothing was changed on worker {current_worker().name!r}. {error}") from None
         raise
@@ -121,10 +128,31 @@ def set_state(module_rref: Module, given: State, metadata: State | None, strict:
 
 
 def _fits(own: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether names and shapes are the same, so that nothing can go wrong half-way.
+    """Whether names and shapes are the same, so that torch finds nothing wrong half-way.
 
     If not, only the module itself can tell what that means: it may know other names, of an older version.
     """
     if own.keys() != given.keys() or any(map(is_lazy, own.values())):
         return False
     return all(getattr(given[name], "shape", None) == getattr(value, "shape", None) for name, value in own.items())
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether no part of it has code of its own for loading a state, which could raise half-way."""
+    return all(
+        type(part)._load_from_state_dict is nn.Module._load_from_state_dict
+        and type(part).set_extra_state is nn.Module.set_extra_state
+        and not part._load_state_dict_pre_hooks
+        and not part._load_state_dict_post_hooks
+        for _, part in module.named_modules(set())
+    )
+
+
+def _restore(module: nn.Module, own: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Sets what was there before.  The tensors directly, for the hook that has raised may do so again."""
+    with torch.no_grad():
+        for name, value in before.items():
+            if isinstance(value, Tensor) and not is_lazy(value):
+                own[name].copy_(value)
+    with suppress(Exception):
+        module.load_state_dict(before, strict=False)

@@ -97,17 +97,19 @@ class RemoteModule(Refusals, nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module over there and returns its result."""
+        self.module_rref._check_job()  # for the call only names the module, and nobody else would notice
         return rpc_sync(self.on, self._function, (*self._first, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future:
         """As ``forward``, but returns a future at once."""
+        self.module_rref._check_job()
         future = rpc_async(self.on, self._function, (*self._first, *args), kwargs)
         future.keeps = self.module_rref  # type: ignore[attr-defined]  # for the call only names the module
         return future
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Tensor]]:
         """An RRef to each parameter, for a ``DistributedOptimizer``."""
-        references: list[RRef[Tensor]] = rpc_sync(self.on, owner.parameters, (self.module_rref, recurse))
+        references: list[RRef[Tensor]] = self._ask(owner.parameters, recurse)
         return references
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -118,15 +120,19 @@ class RemoteModule(Refusals, nn.Module):
         """Sets the mode over there; ``training`` here is what this handle set last."""
         if not isinstance(mode, bool):
             raise UsageError(f"train takes True or False, not {mode!r}")
-        rpc_sync(self.on, owner.train, (self.module_rref, mode))
+        self._ask(owner.train, mode)
         self.training = mode
         return self
+
+    def _ask(self, function: Any, *args: Any) -> Any:
+        self.module_rref._check_job()  # before its worker is looked for in another job
+        return rpc_sync(self.on, function, (self.module_rref, *args))
 
     # --- its state ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Copies of the values over there; ``keep_vars`` changes nothing, for copies have no history to keep."""
-        values, versions = rpc_sync(self.on, owner.get_state, (self.module_rref,))
+        values, versions = self._ask(owner.get_state)
         if destination is None:
             destination = OrderedDict()
             destination._metadata = OrderedDict()
@@ -146,9 +152,7 @@ class RemoteModule(Refusals, nn.Module):
 
     def _load(self, state: dict[str, Any], metadata: Any, strict: bool) -> tuple[list[str], list[str]]:
         plain = {name: owner.sendable(value) for name, value in state.items()}
-        outcome: tuple[list[str], list[str]] = rpc_sync(
-            self.on, owner.set_state, (self.module_rref, plain, metadata, strict)
-        )
+        outcome: tuple[list[str], list[str]] = self._ask(owner.set_state, plain, metadata, strict)
         return outcome
 
     def _load_from_state_dict(

@@ -16,6 +16,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.execution import execute
 from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad.agent.link import Link
+from telegrad.agent.pool import UserCall
 from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, IdSource, WorkerId
 from telegrad.rref.instructions import Broken, Free, Instruction, Send
@@ -48,6 +49,7 @@ class Owned:
         self._value: Any = None
         self._error: BaseException | None = None
         self._waiting: list[Callable[[], None]] = []
+        self.begun = False  # the call that makes it has come
 
     def set(self, value: Any, error: BaseException | None = None) -> None:
         with self._lock:
@@ -82,7 +84,9 @@ class Owned:
         """The value, or the exception of the call that should have made it."""
         if self._error is not None:
             error = copy_of(self._error)
-            error.add_note(story_of(error))
+            story = story_of(error)
+            if story not in getattr(error, "__notes__", ()):  # not every exception can be copied
+                error.add_note(story)
             raise error
         return self._value
 
@@ -233,6 +237,7 @@ class References:
             else:
                 value = self._owned.setdefault(rref_id, Owned())
                 instructions = self.ledger.remote_arrived(rref_id, GlobalId(*message.fork_id), WorkerId(link.peer_id))
+            value.begun = True
         self._carry_out(instructions)
 
         def finish(result: Any, error: BaseException | None = None) -> None:
@@ -298,12 +303,12 @@ class References:
             self._lost.add(worker)
             instructions = self.ledger.worker_lost(WorkerId(worker))
             orphans = [
-                value for rref_id, value in self._owned.items() if rref_id.created_on == worker and not value.done
+                value for rref_id, value in self._owned.items() if rref_id.created_on == worker and not value.begun
             ]
         self._carry_out(instructions)
-        for value in orphans:
-            if not value.done:
-                value.set(None, WorkerLostError(f"the worker that was to make this value ({worker}) is lost"))
+        if orphans:
+            # Behind the calls of that worker that are here and wait for a thread: they will make their values yet.
+            self.agent.pool.submit(UserCall((_end_orphans, orphans, worker)))
 
     # --- seeing it ----------------------------------------------------------------------------------------------
 
@@ -327,3 +332,10 @@ class References:
 
     def __repr__(self) -> str:
         return f"<References of {self.agent.me.name!r}: {len(self._owned)} values, {self.ledger!r}>"
+
+
+def _end_orphans(values: list[Owned], creator: int) -> None:
+    """Ends the values whose call never came from a worker that is lost."""
+    for value in values:
+        if not value.begun:
+            value.set(None, WorkerLostError(f"the worker that was to make this value ({creator}) is lost"))

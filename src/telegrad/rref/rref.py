@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from telegrad.agent.execution import Deferred, checked_future, is_async
 from telegrad.current import current_worker
-from telegrad.errors import RpcTimeoutError, SerializationError, UsageError, WorkerLostError
+from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
 from telegrad.wire.callables import check_method, export
@@ -64,6 +64,7 @@ class RRef(Generic[T]):
         """The value; a copy of it unless this worker owns it.  Raises what the call that made it raised."""
         if self._fork_id is None:
             return self._wait_local(timeout)
+        self._check_job()
         self._check_broken()
         value: T = self._references.worker.fetch(self._owner, self._rref_id, timeout, repr(self))
         return value
@@ -85,6 +86,15 @@ class RRef(Generic[T]):
                 raise RpcTimeoutError(f"{self!r} had no value within {seconds:g} s: the call that makes it still runs")
         value: T = owned.get()
         return value
+
+    def _check_job(self) -> None:
+        """Each job numbers its references from 0: in a later one, the same number means another value."""
+        if self._references.worker.closed:
+            name = self._references.agent.me.name
+            raise NotInitializedError(
+                f"reference {self._rref_id} belongs to a job that has ended: worker {name!r} has shut down; "
+                "after init_rpc, make a new one"
+            )
 
     def _check_broken(self) -> None:
         if self._fork_id in self._references.broken and not self._references.worker.closed:
@@ -111,11 +121,13 @@ class RRef(Generic[T]):
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs a backward from the value, on its owner: in that context, or, without one, as ``value.backward()``."""
+        self._check_job()
         self._references.worker.backward_of(self, dist_autograd_ctx_id, retain_graph)
 
     # --- on its way -------------------------------------------------------------------------------------------
 
     def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
+        self._check_job()
         if self._fork_id is not None:
             self._check_broken()
         return self._references.share(self._rref_id, self._fork_id, to, answered)
@@ -148,6 +160,7 @@ class Proxy:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def method(*args: Any, **kwargs: Any) -> Any:
+            self._rref._check_job()
             return self._call(self._rref._owner, call_method, (self._rref, name, args, kwargs), None, self._timeout)
 
         return method
