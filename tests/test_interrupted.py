@@ -74,6 +74,54 @@ def test_the_answer_of_an_interrupted_call_is_let_go(
     assert_no_references(pair)
 
 
+@pytest.mark.parametrize("moment", ["entered", "before it is sent"])
+def test_a_call_that_was_interrupted_before_it_was_sent_is_forgotten(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Else a shutdown would wait for its deadline, or for ever where it has none."""
+    agent = pair["a"].agent
+    reference = pair["a"].remote("b", answer, (1,))
+    assert reference.to_here() == 1
+    start = agent.calls.start
+
+    def interrupted(*args: Any) -> Any:
+        if moment == "entered":
+            start(*args)
+        raise KeyboardInterrupt
+
+    owner, name = (agent.calls, "start") if moment == "entered" else (agent._clock, "wake_before")
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair["a"].rpc_sync("b", answer, (reference,), timeout=0)
+    assert len(agent.calls) == 0
+    assert not agent._lent
+    assert pair["a"].rpc_sync("b", answer, (2,)) == 2
+
+
+def test_a_signal_handler_may_call_the_worker_that_its_thread_dials(
+    pair: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a ``__del__`` that the garbage collector runs then."""
+    agent = pair["a"].agent
+    dial = agent._dial
+    within: list[int] = []
+
+    def interrupted(*args: Any) -> Any:
+        if not within:
+            within.append(0)
+            within.append(pair["a"].rpc_sync("b", answer, (4,)))
+        return dial(*args)
+
+    monkeypatch.setattr(agent, "_dial", interrupted)
+    assert pair["a"].rpc_sync("b", answer, (5,)) == 5
+    assert within == [0, 4]
+    peer = agent.peer("b")
+    assert len(peer.links) == len(pair["b"].agent.peer("a").links) == 2  # to close one would look like our end
+    peer.forget(*peer.spare)
+    assert peer.links == [peer.link]
+
+
 class Leaver:
     """A value whose own code ends the program."""
 

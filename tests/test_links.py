@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import socket
 import threading
 import time
@@ -14,9 +15,11 @@ import numpy as np
 import pytest
 
 from support import AT_ONCE, PATIENCE, eventually, in_thread, no_new_threads
+from telegrad.agent.agent import Agent
 from telegrad.agent.link import StreamLink
 from telegrad.agent.memory import Direct, connect
 from telegrad.agent.pool import Pool, Work
+from telegrad.errors import UsageError
 from telegrad.transport.buffers import BufferPool
 from telegrad.transport.lane import Shelf
 from telegrad.transport.sockets import SocketStream, connect_tcp, listen_tcp
@@ -139,6 +142,14 @@ def big(size: int, seed: int) -> bytes:
 
 def send_big(link: Any, call_id: int, *buffers: bytes) -> None:
     link.send(Call(call_id, "f", Body(buffers=tuple(map(len, buffers)))), [memoryview(buffer) for buffer in buffers])
+
+
+def taken(lock: Any) -> bool:
+    """Whether another thread has it."""
+    free = lock.acquire(blocking=False)
+    if free:
+        lock.release()
+    return not free
 
 
 def test_frames_arrive_whole_and_in_order(pair: Pair) -> None:
@@ -274,7 +285,7 @@ def test_help_ends_at_its_deadline_and_at_a_close(stream_pair: Pair) -> None:
     assert caller.link.help_read(lambda: False, start + 0.05)
     assert 0.05 <= time.monotonic() - start < AT_ONCE
     helping = in_thread(lambda: caller.link.help_read(lambda: False, time.monotonic() + PATIENCE))
-    assert eventually(lambda: caller.link._reading.locked())
+    assert eventually(lambda: taken(caller.link._reading))
     assert not caller.link.help_read(lambda: False, time.monotonic() + PATIENCE)  # one at a time
     callee.link.close()
     assert helping() is True
@@ -284,7 +295,7 @@ def test_help_ends_at_its_deadline_and_at_a_close(stream_pair: Pair) -> None:
 def test_a_close_on_this_side_ends_the_help_too(stream_pair: Pair) -> None:
     caller, _ = stream_pair
     helping = in_thread(lambda: caller.link.help_read(lambda: False, time.monotonic() + PATIENCE))
-    assert eventually(lambda: caller.link._reading.locked())
+    assert eventually(lambda: taken(caller.link._reading))
     caller.link.close()
     assert helping() is True
     assert caller.broken == []
@@ -324,7 +335,7 @@ def test_a_close_wakes_a_sender_that_the_peer_does_not_hear(stream_pair: Pair) -
     caller, callee = stream_pair
     callee.pool.forget(callee.link._fd, callee.link)  # it stops reading
     stuck = in_thread(lambda: [send_big(caller.link, number, big(4 << 20, 5)) for number in range(8)])
-    assert eventually(lambda: caller.link._sending.locked())
+    assert eventually(lambda: taken(caller.link._sending))
     closer = threading.Timer(0.05, caller.link.close)
     closer.start()
     stuck()
@@ -346,3 +357,170 @@ def test_slabs_that_were_not_given_back_are_let_go_with_the_link(pair: Pair, clo
     pair[closer].link.close()
     assert eventually(lambda: not pair[0].link.held and not pair[1].link.held)
     assert eventually(lambda: repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>")
+
+
+# --- interruptions: by a Ctrl-C, and by a signal handler that uses the link itself -------------------------------
+
+
+class Interrupted:
+    """Like the other object, but a Ctrl-C comes right after the first call of one method, or before it."""
+
+    def __init__(self, other: Any, method: str, before: bool = False) -> None:
+        self._other = other
+        self._method = method
+        self._before = before
+        self.came = False
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._other, name)
+        if name != self._method or self.came:
+            return real
+
+        def interrupted(*args: Any, **options: Any) -> None:
+            self.came = True
+            if not self._before:
+                real(*args, **options)
+            raise KeyboardInterrupt
+
+        return interrupted
+
+
+def assert_works(caller: Side, callee: Side) -> None:
+    """The pool reads, another thread reads, and what was left behind goes out with the next message."""
+    callee.link.send(Ping())
+    caller.got(1)
+    helped = lambda: caller.link.help_read(lambda: True, time.monotonic() + PATIENCE)  # noqa: E731
+    assert eventually(lambda: in_thread(helped)())  # once the pool is through
+    assert in_thread(lambda: caller.link.send(Call(2, "later")))() is None
+    assert eventually(lambda: callee.frames and callee.frames[-1].message == Call(2, "later"))
+    assert caller.broken == callee.broken == []
+
+
+def helps(side: Side) -> None:
+    side.link.help_read(lambda: True, time.monotonic() + PATIENCE)
+
+
+def attends(side: Side) -> None:
+    peer = SimpleNamespace(accepted={side.link})
+    agent: Any = SimpleNamespace(peer=lambda _: peer, pool=side.pool)
+    Agent.attend(agent, 2, lambda: True)
+
+
+@pytest.mark.parametrize("reads", [helps, attends])
+@pytest.mark.parametrize("moment", ["acquire", "disarm", "release", "arm"])
+def test_a_ctrl_c_at_any_moment_of_a_read_leaves_the_link_to_others(
+    stream_pair: Pair, reads: Callable[[Side], None], moment: str
+) -> None:
+    caller, callee = stream_pair
+    if moment in ("acquire", "release"):
+        trap = caller.link._reading = Interrupted(caller.link._reading, moment)
+    else:
+        trap = caller.link._pool = Interrupted(caller.pool, moment, before=True)
+    with pytest.raises(KeyboardInterrupt):
+        reads(caller)
+    assert trap.came
+    assert_works(caller, callee)
+
+
+def test_a_ctrl_c_right_after_the_beginning_of_attending_ends_it(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    link = caller.link
+    caller.link = Interrupted(link, "begin_attending")
+    with pytest.raises(KeyboardInterrupt):
+        attends(caller)
+    caller.link = link
+    assert_works(caller, callee)
+
+
+@pytest.mark.parametrize("moment", ["acquire", "release"])
+def test_a_ctrl_c_around_a_send_leaves_the_link_to_others(stream_pair: Pair, moment: str) -> None:
+    caller, callee = stream_pair
+    caller.link._sending = Interrupted(caller.link._sending, moment)
+    with pytest.raises(KeyboardInterrupt):
+        caller.link.send(Call(1, "interrupted"))
+    assert_works(caller, callee)
+    assert callee.frames[0].message == Call(1, "interrupted")
+
+
+def test_a_ctrl_c_while_another_thread_has_the_lock_leaves_it_to_that(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    helping = in_thread(lambda: caller.link.help_read(lambda: bool(caller.frames), time.monotonic() + PATIENCE))
+    assert eventually(lambda: taken(caller.link._reading))
+    real = caller.link._reading
+    caller.link._reading = Interrupted(real, "acquire")
+    with pytest.raises(KeyboardInterrupt):
+        helps(caller)
+    assert taken(real)
+    callee.link.send(Ping())
+    assert helping() is True
+    assert_works(caller, callee)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_ctrl_c_in_the_middle_of_a_send_breaks_the_link_aloud(stream_pair: Pair, before: bool) -> None:
+    """Nobody can know how much of the message is out."""
+    caller, callee = stream_pair
+    caller.link._stream = Interrupted(caller.link._stream, "send", before)
+    with pytest.raises(KeyboardInterrupt):
+        caller.link.send(Call(1, "interrupted"))
+    assert caller.broken == ["the sending thread was interrupted"]
+    assert eventually(lambda: callee.broken)
+    assert not in_thread(lambda: taken(caller.link._sending))()
+
+
+def test_a_signal_handler_reads_while_its_thread_waits(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    callee.answers = True
+    me = threading.get_ident()
+    seen: list[int] = []
+
+    def call(*_: Any) -> None:
+        caller.link.send(Call(1, "from the handler"))
+        assert caller.link.help_read(lambda: bool(caller.frames), time.monotonic() + PATIENCE)
+        seen.extend(frame.message.call_id for frame in caller.frames)
+
+    def disturb() -> None:
+        assert eventually(lambda: taken(caller.link._reading))
+        signal.pthread_kill(me, signal.SIGUSR1)
+        assert eventually(lambda: seen)
+        caller.link.send(Call(2, "for the one who waits"))
+
+    before = signal.signal(signal.SIGUSR1, call)
+    try:
+        disturbing = in_thread(disturb)
+        assert caller.link.help_read(lambda: len(caller.frames) == 2, time.monotonic() + PATIENCE)
+        disturbing()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert seen == [1]
+    assert [frame.message.call_id for frame in caller.frames] == [1, 2]
+    assert eventually(lambda: not in_thread(lambda: taken(caller.link._reading))())
+
+
+@pytest.mark.parametrize("method", ["recv_into", "send"])
+def test_a_signal_handler_in_the_middle_of_a_message_is_told_that_it_cannot_wait(
+    stream_pair: Pair, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    caller, callee = stream_pair
+    callee.answers = True
+    refusals: list[str] = []
+    me = threading.get_ident()
+    stream = caller.link._stream
+    real = getattr(stream, method)
+
+    def interrupted(data: Any) -> Any:
+        if threading.get_ident() == me and not refusals:
+            refusals.append("")
+            caller.link.send(Call(2, "from the handler"))
+            with pytest.raises(UsageError, match="waits for worker 2") as refusal:
+                caller.link.help_read(lambda: False, time.monotonic() + PATIENCE)
+            refusals[0] = str(refusal.value)
+        return real(data)
+
+    monkeypatch.setattr(stream, method, interrupted)
+    caller.pool.disarm(caller.link._fd, caller.link)  # this thread is to read, and not the pool
+    caller.link.send(Call(1, "f"))
+    caller.link.help_read(lambda: len(caller.frames) == 2, time.monotonic() + PATIENCE)
+    assert "in the middle of a message" in refusals[0]
+    assert sorted(frame.message.call_id for frame in caller.got(2)) == [1, 2]
+    assert caller.broken == callee.broken == []

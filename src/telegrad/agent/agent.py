@@ -129,11 +129,14 @@ class Agent:
                 raise self._gone(peer)
             if peer.link is None:
                 try:
-                    peer.link = self._dial(self, peer)
+                    link = self._dial(self, peer)
                 except (ConnectionError, FileNotFoundError, RpcTimeoutError) as error:  # silent is lost, here as later
                     self.peer_gone(peer, PeerState.LOST, f"cannot connect to it: {error}")
                     raise self._gone(peer) from error
-                self._greet(peer, peer.link)
+                peer.dialled(link)
+                self._greet(peer, link)
+            if peer.link is None:  # it broke at once
+                raise self._gone(peer)
             return peer.link
 
     def accepted(self, link: Link) -> None:
@@ -173,17 +176,30 @@ class Agent:
         """Sends a request.  ``message`` makes it from its id and body; ``notice`` is told of the outcome."""
         link = self.link_to(peer)
         parcel = self.bodies.pack(peer, link, value, answered=True)
-        waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, Ticket(link, future, notice))
-        self.started_calls += 1
-        if parcel.lent:
-            self._lent[waiting.call_id] = link, parcel.lent
-        self._clock.wake_before(waiting.deadline)
-        if future is not None:
-            future._help = lambda wait: self.outcomes.help_future(waiting, wait)
-        link.send(message(waiting.call_id, parcel.body), parcel.stream)
+        ticket = Ticket(link, future, notice)
+        try:
+            waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, ticket)
+            self.started_calls += 1
+            if parcel.lent:
+                self._lent[waiting.call_id] = link, parcel.lent
+            self._clock.wake_before(waiting.deadline)
+            if future is not None:
+                future._help = lambda wait: self.outcomes.help_future(waiting, wait)
+            link.send(message(waiting.call_id, parcel.body), parcel.stream)
+        except BaseException:
+            self._forget_call(peer, ticket)
+            raise
         if peer.link is not link or self.closing:  # it went between our look and our send
             self._fail_calls(peer, link)
         return waiting
+
+    def _forget_call(self, peer: Peer, ticket: Ticket) -> None:
+        """A Ctrl-C, say, came before it was sent: no answer will come, and a shutdown must not wait for one.
+
+        Found by its ticket, for its id may not have reached the caller.
+        """
+        for waiting in self.calls.lost(peer.id, lambda other: other is ticket):
+            self._lent.pop(waiting.call_id, None)
 
     def wait(self, waiting: Waiting[Ticket]) -> Any:
         """The value of a call's answer, or its error, on the thread that called."""
@@ -266,12 +282,14 @@ class Agent:
         """Handles, on the calling thread, what that worker sends, for as long as one thing comes soon after the other
         and it is not ``done``.  What runs users' functions is still left to the pool."""
         for link in list(self.peer(worker).accepted):
-            if link.begin_attending():
-                try:
+            try:
+                if link.begin_attending():
                     while not done() and (work := link.take(done)) is not None:
                         self.pool.run_here(work, link.end_attending)
-                finally:
                     link.end_attending()
+            except BaseException:
+                link.end_attending()  # a Ctrl-C may have come right after the beginning, or in the end
+                raise
 
     def tick_within(self, seconds: float) -> None:
         self._clock.wake_before(time.monotonic() + seconds)

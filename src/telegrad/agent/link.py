@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from telegrad.agent.pool import Pool, Work
 from telegrad.agent.spin import LONG_BUDGET, Spin
-from telegrad.errors import ProtocolError
+from telegrad.errors import ProtocolError, UsageError
 from telegrad.transport.base import Stream
 from telegrad.wire import codec
 from telegrad.wire.frames import Frame, FrameReader, prefix
@@ -99,9 +99,13 @@ class StreamLink:
         self._events = events
         self._reader = FrameReader(codec.decode, codec.stream_sizes, allocate)
         self._drain: bool = getattr(stream, "drain", False)
-        self._reading = threading.Lock()
-        self._attendant: int | None = None  # the thread that attends
-        self._sending = threading.Lock()
+        # A Ctrl-C may come between the taking of a lock and whatever would note it.  These know their owner themselves,
+        # so an interrupted thread lets go of what it has.  None is ever taken twice: we ask before.
+        self._reading = threading.RLock()
+        self._reads_here: Callable[[], bool] = self._reading._is_owned  # type: ignore[attr-defined]
+        self._midway = False  # the reader's thread holds bytes that are in no frame yet
+        self._sending = threading.RLock()
+        self._sends_here: Callable[[], bool] = self._sending._is_owned  # type: ignore[attr-defined]
         self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
         self._spin = Spin(moves=dialled, running=pool.running)
         self._visitor = 0  # the thread, none of the pool's, that read here last
@@ -131,33 +135,45 @@ class StreamLink:
         return bool(self._outbox)
 
     def flush(self) -> None:
-        """Sends all that waits, or leaves it to the thread that is sending just now."""
-        while self._outbox and self._sending.acquire(blocking=False):
+        """Sends all that waits, or leaves it to the thread that is sending just now.
+
+        That may be this very thread, interrupted by a signal handler.  What an interrupted thread leaves behind goes
+        out with the next message, or when the clock comes by.
+        """
+        while self._outbox and not self._sends_here():
             try:
+                if not self._sending.acquire(blocking=False):
+                    return
                 self._send_all()
-            except OSError as error:
-                self._break(f"sending failed: {error}")
-            finally:
                 self._sending.release()
+            except BaseException:
+                _release(self._sending)
+                raise
 
     def _send_all(self) -> None:
         outbox = self._outbox
-        while outbox:
-            head, stream = outbox.popleft()
-            if stream:
-                for piece in _pieces([head, *stream]):
-                    self._stream.send(piece)
-                    # The peer's host takes our bytes; the peer itself cannot answer a ping before it has them all.
-                    self.last_heard = time.monotonic()
-                continue
-            if outbox:
-                parts, size = [head], len(head)
-                while outbox and not outbox[0][1] and size < _JOIN_BELOW:
-                    part = outbox.popleft()[0]
-                    parts.append(part)
-                    size += len(part)
-                head = b"".join(parts)
-            self._stream.send((head,))
+        try:
+            while outbox:
+                head, stream = outbox.popleft()
+                if stream:
+                    for piece in _pieces([head, *stream]):
+                        self._stream.send(piece)
+                        # The peer's host takes our bytes; the peer itself cannot answer a ping before it has them all.
+                        self.last_heard = time.monotonic()
+                    continue
+                if outbox:
+                    parts, size = [head], len(head)
+                    while outbox and not outbox[0][1] and size < _JOIN_BELOW:
+                        part = outbox.popleft()[0]
+                        parts.append(part)
+                        size += len(part)
+                    head = b"".join(parts)
+                self._stream.send((head,))
+        except OSError as error:
+            self._break(f"sending failed: {error}")
+        except BaseException:
+            self._break("the sending thread was interrupted")  # perhaps after half a frame
+            raise
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
@@ -183,23 +199,55 @@ class StreamLink:
             self._pool.arm(self._fd, self)
 
     def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
-        if not self._reading.acquire(blocking=False):
-            return False
-        alone = self._pool.runs_here() or not self._visitors_changed()
+        if self._reads_here() or self._sends_here():
+            self._help_within(done, deadline)
+            return True
         try:
+            if not self._reading.acquire(blocking=False):
+                return False
+            alone = self._pool.runs_here() or not self._visitors_changed()
             self._pool.disarm(self._fd, self)
-            while not done() and not self._closed:
-                wait = deadline - time.monotonic()
-                if wait <= 0:
-                    break
-                if (alone and self._look()) or self._poll.poll(min(wait, _LONGEST_NAP) * 1000 + 1):
-                    work = self._receive()
-                    if work:
-                        self._pool.submit_all(work)
-        finally:
+            self._read_until(done, deadline, self._poll, alone)
             self._reading.release()
             self._pool.arm(self._fd, self)
-        return True
+            return True
+        except BaseException:
+            self._stop_reading()  # whatever of it was done before the Ctrl-C
+            raise
+
+    def _help_within(self, done: Callable[[], bool], deadline: float) -> None:
+        """For a signal handler, or a ``__del__``, that has interrupted this very thread while it used the link.
+
+        It may read while the thread waits for bytes.  In the middle of a frame nobody can.
+        """
+        if self._midway or self._sends_here():
+            raise UsageError(
+                f"a signal handler or __del__ waits for worker {self.peer_id}, but has interrupted its own thread in "
+                "the middle of a message to or from there: let another thread make the call"
+            )
+        poll = select.poll()  # the interrupted thread may be inside of the other one
+        poll.register(self._fd, select.POLLIN)
+        self._read_until(done, deadline, poll, look=False)
+
+    def _read_until(self, done: Callable[[], bool], deadline: float, poll: select.poll, look: bool) -> None:
+        while not done() and not self._closed:
+            wait = deadline - time.monotonic()
+            if wait <= 0:
+                break
+            if (look and self._look()) or poll.poll(min(wait, _LONGEST_NAP) * 1000 + 1):
+                work = self._receive()
+                if work:
+                    self._pool.submit_all(work)
+
+    def _stop_reading(self) -> None:
+        """Lets others read.  May be called again, and when the calling thread does not read."""
+        try:
+            _release(self._reading)
+            self._pool.arm(self._fd, self)
+        except BaseException:  # a Ctrl-C: without the arming the pool would never read here again
+            _release(self._reading)
+            self._pool.arm(self._fd, self)
+            raise
 
     def _visitors_changed(self) -> bool:
         """Whether the program calls from several threads; the others want the GIL then, and nobody should look."""
@@ -207,20 +255,23 @@ class StreamLink:
         return before not in (0, self._visitor)
 
     def begin_attending(self) -> bool:
-        if self._closed or not self._reading.acquire(blocking=False):
+        if self._closed or self._reads_here():
             return False
-        self._attendant = threading.get_ident()
-        self._pool.disarm(self._fd, self)
-        return True
+        try:
+            if not self._reading.acquire(blocking=False):
+                return False
+            self._pool.disarm(self._fd, self)
+            return True
+        except BaseException:
+            self._stop_reading()
+            raise
 
     def end_attending(self) -> None:
-        if self._attendant == threading.get_ident():
-            self._attendant = None
-            self._reading.release()
-            self._pool.arm(self._fd, self)
+        if self._reads_here() and not self._midway:
+            self._stop_reading()
 
     def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
-        mine = self._attendant == threading.get_ident()  # it may have let go, and another may have begun
+        mine = self._reads_here()  # it may have let go, and another may have begun
         look: Callable[[], object] = lambda: done() or self._glance()  # noqa: E731
         if mine and not self._closed and self._spin.look(look, LONG_BUDGET, mine=self._pool.runs_here()):
             return () if done() else self._receive()
@@ -239,17 +290,20 @@ class StreamLink:
         work: list[Work] = []
         try:
             while True:
+                self._midway = True
                 count = self._stream.recv_into(reader.space())
                 if count == 0:
                     self._break("the connection was closed")
                     return work
                 self.last_heard = time.monotonic()
                 frames = reader.advance(count)
+                self._midway = self._drain  # TLS may have more, which no poll would see
                 if frames:
                     work += self._events.arrived(self, frames)
                 if not self._drain:
                     return work
         except BlockingIOError:
+            self._midway = False
             return work
         except ProtocolError as error:
             self._break(str(error))
@@ -289,6 +343,14 @@ class StreamLink:
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
         return f"<StreamLink {'to' if self.dialled else 'from'} {self.peer_id}, {state}, {type(self._stream).__name__}>"
+
+
+def _release(lock: threading.RLock) -> None:
+    """Only if the calling thread has it.  One call that does both: a Ctrl-C may come between any two."""
+    try:
+        lock.release()
+    except RuntimeError:
+        pass
 
 
 def _pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:

@@ -48,7 +48,8 @@ class Peer:
     reason: str = ""
     link: Link | None = None  # the one that we dialled, for our calls
     accepted: set[Link] = field(default_factory=set)
-    dialling: threading.Lock = field(default_factory=threading.Lock)
+    spare: set[Link] = field(default_factory=set)
+    dialling: threading.RLock = field(default_factory=threading.RLock)  # a signal handler may dial within a dial
 
     @property
     def id(self) -> int:
@@ -61,10 +62,19 @@ class Peer:
     @property
     def links(self) -> list[Link]:
         link = self.link
-        return [*self.accepted, link] if link is not None else [*self.accepted]
+        return [*self.accepted, *self.spare, link] if link is not None else [*self.accepted, *self.spare]
+
+    def dialled(self, link: Link) -> None:
+        """The first that is there carries our calls.  A second one, of a dial that was interrupted by a dial, stays
+        open and idle: to close it would look like our end over there."""
+        if self.link is None:
+            self.link = link
+        else:
+            self.spare.add(link)
 
     def forget(self, link: Link) -> None:
         self.accepted.discard(link)
+        self.spare.discard(link)
         if self.link is link:
             self.link = None
 
