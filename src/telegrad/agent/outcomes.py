@@ -64,13 +64,13 @@ class Outcomes:
         """The value of a call's answer, or its error, on the thread that called."""
         try:
             self._wait(waiting)
-        except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        except BaseException:
             self._give_up(waiting)
             raise
         return self._result(waiting.ticket)
 
     def _give_up(self, waiting: Waiting[Ticket]) -> None:
-        """The waiting thread was interrupted: an answer that came, or will come, is discarded."""
+        """The waiting thread was interrupted, or cannot wait: an answer that came, or will come, is discarded."""
         outcome = waiting.ticket.outcome
         if self._calls.finish(waiting.call_id) is None and isinstance(outcome, Frame):
             self._pool.submit((self.discard, waiting.ticket.link, outcome))
