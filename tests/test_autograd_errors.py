@@ -564,7 +564,7 @@ def assert_lost(
     error, end = join()
     assert isinstance(error, WorkerLostError), error
     assert f"worker {victim!r}" in str(error)
-    assert end - start < AT_ONCE
+    assert end - start < 1.0  # seconds within which all must hear of a lost worker
     assert_nothing_left(workers)
     gate.open()
     killed()

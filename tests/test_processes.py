@@ -212,7 +212,7 @@ def test_when_a_worker_is_killed_its_calls_fail_at_once_and_the_rest_go_on(victi
         assert {kind for kind, _ in errors} == {"WorkerLostError"}
         assert all(f"worker {name!r} is lost" in text for _, text in errors)
         print(f"the last of 100 calls failed {1000 * (last - moment):.0f} ms after the kill")
-        assert last - moment < AT_ONCE, f"the last of 100 calls failed {last - moment:.2f} s after the kill"
+        assert last - moment < 1.0, f"the last of 100 calls failed {last - moment:.2f} s after the kill"
         kind, text, _ = blocked.result(5)
         assert kind == "WorkerLostError"
         assert name in text

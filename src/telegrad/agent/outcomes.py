@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from telegrad.agent.pool import Pool, Work
 from telegrad.errors import RpcTimeoutError, TelegradError
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Body, Failure, Reply
+
+_AS_IT_IS = nullcontext()
 
 
 class Ticket:
@@ -156,7 +159,8 @@ class Outcomes:
             return  # another thread completes it
         future._help = None
         try:
-            with torch.set_grad_enabled(ticket.grad_enabled):
+            as_is = torch.is_grad_enabled() is ticket.grad_enabled
+            with _AS_IT_IS if as_is else torch.set_grad_enabled(ticket.grad_enabled):
                 value = self._result(ticket)
         except Exception as error:
             future.set_exception(error)

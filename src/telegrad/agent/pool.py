@@ -102,7 +102,7 @@ class Pool:
         if self._sources.get(fd) is source:  # else it was closed, and the number may be another's now
             try:
                 self._epoll.modify(fd, events)
-            except (OSError, ValueError):  # it is being closed; contextlib.suppress would cost a microsecond
+            except (OSError, ValueError):  # it is being closed
                 pass
 
     def forget(self, fd: int, source: Source) -> None:
