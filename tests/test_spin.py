@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import time
 from collections.abc import Callable
 
 import pytest
@@ -23,17 +24,21 @@ class Place:
         self.yields = 0
         self.step = step
         self.away = away  # how long each yield takes
+        self.switches = 0
+        self.interrupted = False  # what takes the time is the machine, and not another process
         self.moves: list[float] = []  # when it stepped aside
         self.away_after_move = away
         self.spin = Spin(moves=True)
         monkeypatch.setattr(spin, "_single_core", False)
         monkeypatch.setattr(spin, "_clock", lambda: self.now)
+        monkeypatch.setattr(spin, "_switches", lambda: self.switches)
         monkeypatch.setattr(spin.os, "sched_yield", self._yield)
         monkeypatch.setattr(spin, "step_aside", self._step_aside)
 
     def _yield(self) -> None:
         self.yields += 1
         self.now += self.away
+        self.switches += self.away > 0 and not self.interrupted
 
     def _step_aside(self) -> None:
         self.moves.append(self.now)
@@ -125,6 +130,25 @@ def test_where_another_runs_on_this_core_it_steps_aside_and_looks_on(monkeypatch
     assert shared.looks == 20
     assert shared.look(after=20)
     assert len(shared.moves) == 1, "it stays where it is alone"
+
+
+@pytest.mark.parametrize("away", [2 * spin._SHARED, 2 * spin._CROWDED])
+def test_an_interrupt_is_not_taken_for_another_process(monkeypatch: pytest.MonkeyPatch, away: float) -> None:
+    alone = Place(monkeypatch, away=away)
+    alone.interrupted = True
+    assert alone.look(after=2)
+    assert not alone.look(after=NEVER)
+    assert alone.looks > 1
+    assert all(searches(alone, 5)), "it was not crowded"
+    assert alone.moves == []
+
+
+def test_a_switch_that_was_quick_is_not_taken_for_a_neighbour_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(monkeypatch, away=2 * spin._SHARED)
+    place.interrupted = True
+    place.switches += 7  # before the search
+    assert place.look(after=10)
+    assert place.moves == []
 
 
 def test_who_gets_its_answer_from_a_peer_on_its_own_core_moves_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +284,16 @@ def test_on_this_machine_it_moves() -> None:
         return here != spin._getcpu()
 
     assert sum(in_thread(step)() for _ in range(20)) > 10, "the kernel may move it back at once, but not each time"
+
+
+def test_on_this_machine_a_switch_is_counted() -> None:
+    def switches_while(act: Callable[[], object]) -> int:
+        before = spin._switches()
+        act()
+        return spin._switches() - before
+
+    assert in_thread(lambda: switches_while(lambda: time.sleep(0.001)))() >= 1
+    assert min(in_thread(lambda: switches_while(lambda: None))() for _ in range(20)) == 0
 
 
 # --- the rest ---------------------------------------------------------------------------------------------------------

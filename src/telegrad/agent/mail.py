@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from telegrad.wire.messages import Note, NoteAck, NotePayload
 log = logging.getLogger("telegrad.agent")
 
 _ACK_SECONDS = 0.1  # how long an acknowledgement waits for a note that it can ride on; well below the first pause
-_SOON_SECONDS = 0.01  # how long a note waits at most for a message that it can ride on
+_SOON_SECONDS = 0.05  # how long a note waits at most for a message that it can ride on
 
 NoteHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the payload, what opens the body's value
 
@@ -49,6 +50,7 @@ class Mail:
         self._lock = threading.Lock()
         self._outbox = Outbox(first_pause)
         self._inbox = Inbox()
+        self._acks_due = math.inf  # when what is to be acknowledged has waited long enough
 
     # --- what goes out ------------------------------------------------------------------------------------------
 
@@ -122,8 +124,9 @@ class Mail:
             self._outbox.acknowledged(link.peer_id, note.acks)
         if streamed:
             self._acknowledge(link, None)  # its sender holds much memory until then
-        else:
-            self._clock.wake_before(time.monotonic() + _ACK_SECONDS)
+        elif self._acks_due == math.inf:
+            self._acks_due = time.monotonic() + _ACK_SECONDS
+            self._clock.wake_before(self._acks_due)
         if first:
             self.handlers[type(note.payload)](link.peer_id, note.payload, open_value)
             if not opened and note.body.buffers:
@@ -145,7 +148,10 @@ class Mail:
         """Repeats what is due, and acknowledges what could ride on nothing."""
         with self._lock:
             again = self._outbox.due(now)
-            owing = self._inbox.owing()
+            owing: list[int] = []
+            if now >= self._acks_due:
+                self._acks_due = math.inf  # before the look: a note that comes now sets it anew
+                owing = self._inbox.owing()
         for to, note, parcel in again:
             self._pool.submit((self._send, self._peer(to), (note, parcel)))
         for worker in owing:

@@ -26,6 +26,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from telegrad.agent.alarm import Alarm
+
 log = logging.getLogger("telegrad.agent")
 
 Work = tuple[Callable[[Any, Any], object], Any, Any]
@@ -63,10 +65,13 @@ class Pool:
         self._limit = limit
         self._on_thread_start = on_thread_start
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)  # a ring wakes one thread, and not all
+        self._alarm = Alarm(_PATIENCE)
+        self._epoll.register(self._alarm.fd, select.EPOLLIN | select.EPOLLET)
         # Not closed before nobody can ring it: its number may be another file's by then.
-        weakref.finalize(self, os.close, self._bell).atexit = False  # what goes even later may still ring
+        for fd in (self._bell, self._alarm.fd):
+            weakref.finalize(self, os.close, fd).atexit = False  # what goes even later may still ring
         self._sources: dict[int, Source] = {}
         self._queue: deque[Work] = deque()  # calls of users
         self._urgent: deque[Work] = deque()  # everything else
@@ -79,6 +84,8 @@ class Pool:
         self._blocked = 0
         self._taken = 0  # how much work was ever begun: unchanged means no progress
         self._stuck = False
+        self._watching = False  # the alarm is set
+        self._seen = 0  # how much was begun when it was set
         self._extra = 0  # by how much the limit has given way
         self._closed = False
         self._here = threading.local()
@@ -203,8 +210,25 @@ class Pool:
     # --- the threads --------------------------------------------------------------------------------------------
 
     def _ring(self) -> None:
-        if self._idle and not self._closed:
+        """Something is queued: wakes a thread, or one that looks after a while whether those that run have come for it.
+
+        To wake it at once would cost them more than it does: it wants the GIL.
+        """
+        if not self._idle or self._closed:
+            return
+        if self._stuck or not self._busy:
             os.eventfd_write(self._bell, 1)
+        elif not self._watching:
+            self._watching = True
+            self._seen = self._taken
+            self._alarm.set()
+
+    def _answer_bell(self) -> None:
+        """Rings that came together have woken one thread, which passes on all but its own."""
+        with contextlib.suppress(BlockingIOError):
+            rings = os.eventfd_read(self._bell)
+            if rings > 1:
+                os.eventfd_write(self._bell, rings - 1)
 
     def _grow(self) -> None:
         """Starts a thread; the caller holds the lock.  It counts as idle at once, so that nobody starts a second."""
@@ -244,17 +268,21 @@ class Pool:
             if self._corked and not self._waits():
                 self._uncork()
             seen = self._taken
-            events = self._epoll.poll(self._patience(), 1)
+            patience = self._patience()
+            events = self._epoll.poll(patience, 1)
             if not events:
                 self._uncork()
-                if not self._waits() and self._leave():
+                if patience == _IDLE_SECONDS and not self._waits() and self._leave():
                     return
                 continue
             seen = -2  # something happened: look at the queue, but do not call it stuck
             fd = events[0][0]
             if fd == self._bell:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_read(self._bell)
+                self._answer_bell()
+                continue
+            if fd == self._alarm.fd:
+                self._watching = False
+                seen = self._seen
                 continue
             source = self._sources.get(fd)
             if source is not None:
