@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,13 @@ import pytest
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
+from telegrad.agent import mail
 from telegrad.errors import RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 from telegrad.wire.messages import (
     Call,
     ChildConfirmed,
+    DropContext,
     Fetch,
     ForkAccepted,
     ForkRequest,
@@ -254,3 +257,25 @@ def test_the_creator_dies_and_a_third_worker_keeps_the_value(trio: Cluster) -> N
     _kept.clear()
     assert_no_references(trio)
     assert not _alive
+
+
+def test_an_acknowledgement_waits_for_a_note_that_it_can_ride_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mail, "_ACK_SECONDS", PATIENCE)
+    with cluster("a", "b", note_pause=PATIENCE) as workers:
+        acknowledged = workers.fault("repeat", NoteAck)  # to count them
+        here, there = workers["a"].agent, workers["b"].agent
+        for _ in range(3):
+            here.mail.post(there.me.worker_id, DropContext(1))
+            assert eventually(lambda: there.mail._inbox.owing())
+            there.mail.tick(time.monotonic())  # whatever else the clock ticks for
+            there.mail.post(here.me.worker_id, DropContext(1))
+            assert eventually(lambda: not here.mail.unacknowledged)
+        assert acknowledged.hits == 0
+
+
+def test_an_acknowledgement_that_nothing_takes_along_goes_alone() -> None:
+    with cluster("a", "b", note_pause=PATIENCE) as workers:
+        here, there = workers["a"].agent, workers["b"].agent
+        for _ in range(3):
+            here.mail.post(there.me.worker_id, DropContext(1))
+            assert eventually(lambda: not here.mail.unacknowledged)

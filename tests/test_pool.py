@@ -202,14 +202,19 @@ class Patience:
 
     def __init__(self, pool: Pool, meanwhile: Callable[[], None]) -> None:
         self._epoll: Any = pool._epoll
+        self._alarm = pool._alarm.fd
         self._meanwhile = meanwhile
         pool._epoll = self  # type: ignore[assignment]
 
     def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        if timeout > 1:  # nothing is queued
-            return self._epoll.poll(timeout, most)
-        events = self._epoll.poll(0, most)
-        if not events:
+        events: list[tuple[int, int]]
+        if timeout > 1:  # nothing was queued
+            events = self._epoll.poll(timeout, most)
+            looks = any(fd == self._alarm for fd, _ in events)
+        else:
+            events = self._epoll.poll(0, most)
+            looks = not events
+        if looks:
             self._meanwhile()
         return events
 
@@ -333,6 +338,73 @@ def test_rule_5_answers_do_not_wait_for_a_long_call_behind_them(make: Callable[[
     assert corked == [True]
     crowd.go.set()
     bell.close()
+
+
+def idle_threads(make: Callable[[int], Pool], count: int) -> Pool:
+    """A pool of which at least so many threads wait."""
+    pool, crowd = make(count), Crowd()
+    pool.submit_all([(lambda *_: crowd(), None, None) for _ in range(count)])
+    assert eventually(lambda: crowd.inside == count)
+    crowd.go.set()
+    assert eventually(lambda: pool.busy == 0)
+    return pool
+
+
+def test_a_thread_that_looked_in_vain_for_a_moment_stays(make: Callable[[int], Pool]) -> None:
+    """Threads that a program keeps needing would otherwise be started anew, again and again."""
+    pool, done = idle_threads(make, 8), threading.Event()
+    before = set(pool._threads)
+    for _ in range(20):
+        done.clear()
+        pool.submit_all([call(lambda: time.sleep(0.0005)) for _ in range(10)] + [call(done.set)])
+        assert done.wait(PATIENCE)
+    time.sleep(0.01)
+    assert set(pool._threads) == before
+
+
+def test_a_surplus_thread_leaves_after_long(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "_IDLE_SECONDS", 0.02)
+    pool = idle_threads(make, 8)
+    assert eventually(lambda: len(pool._threads) <= telegrad.agent.pool._SPARE)
+
+
+def test_a_ring_wakes_one_thread(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, answers = idle_threads(make, 8), []
+    answer = pool._answer_bell
+    monkeypatch.setattr(pool, "_answer_bell", lambda: (answers.append(threading.get_ident()), answer()))
+    time.sleep(0.02)  # until all wait
+    for number in range(1, 4):
+        done = threading.Event()
+        pool.submit(call(done.set))
+        assert done.wait(PATIENCE)
+        time.sleep(0.02)  # for those that should not wake
+        assert len(answers) == number
+
+
+def test_as_many_threads_come_as_there_were_rings(make: Callable[[int], Pool]) -> None:
+    pool = idle_threads(make, 8)
+    meeting = threading.Barrier(8)
+    for _ in range(20):
+        for _ in range(8):
+            pool.submit((lambda *_: meeting.wait(PATIENCE), None, None))
+        assert eventually(lambda: pool.busy == 0 and not pool._waits())
+        assert not meeting.broken
+
+
+def test_work_that_is_queued_behind_another_wakes_nobody_before_its_time(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, rings, go = idle_threads(make, 4), [], threading.Event()
+    write = os.eventfd_write
+    monkeypatch.setattr(telegrad.agent.pool.os, "eventfd_write", lambda fd, count: (rings.append(fd), write(fd, count)))
+    pool.submit(call(lambda: go.wait(PATIENCE)))
+    assert eventually(lambda: pool.running() == 1)
+    assert len(rings) == 1
+    done = threading.Event()
+    pool.submit(call(done.set))
+    assert len(rings) == 1, "it may be for the one that runs"
+    assert done.wait(PATIENCE), "but that takes long, so another comes"
+    go.set()
 
 
 def test_work_that_raises_harms_nobody(make: Callable[[int], Pool], caplog: pytest.LogCaptureFixture) -> None:

@@ -299,7 +299,6 @@ class Pool:
                 else:
                     self._enqueue(work)
                     if len(work) > 1 and (self._urgent or self._has_room()):
-                        self._ring()
                         self._run_next(self._urgent or self._queue)
                 self._end()
             if self._waits() or self._lingering:
@@ -369,8 +368,10 @@ class Pool:
             work = queue.popleft()
         except IndexError:
             return  # another thread was faster
-        if self._corked and not self._waits():
-            self._uncork()  # this one may take long
+        if self._waits():
+            self._ring()  # this one may take long
+        elif self._corked:
+            self._uncork()
         self._run(work)
 
     def run_here(self, work: Sequence[Work], let_go: Callable[[], None]) -> None:
