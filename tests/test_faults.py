@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import time
 import weakref
@@ -279,3 +280,12 @@ def test_an_acknowledgement_that_nothing_takes_along_goes_alone() -> None:
         for _ in range(3):
             here.mail.post(there.me.worker_id, DropContext(1))
             assert eventually(lambda: not here.mail.unacknowledged)
+
+
+def test_a_tick_before_its_time_does_not_put_an_acknowledgement_off() -> None:
+    with cluster("a", "b", note_pause=PATIENCE) as workers:
+        here, there = workers["a"].agent, workers["b"].agent
+        here.mail.post(there.me.worker_id, DropContext(1))
+        assert eventually(lambda: there.mail.acks_due < math.inf or not here.mail.unacknowledged)
+        wanted = there._tick(time.monotonic())
+        assert wanted <= there.mail.acks_due

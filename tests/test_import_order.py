@@ -32,7 +32,7 @@ LAYERS = [line.split() for line in """
     telegrad.current
     telegrad.agent
     telegrad.agent.calls  telegrad.agent.clock  telegrad.agent.failures  telegrad.agent.notes  telegrad.agent.peers
-    telegrad.agent.futures  telegrad.agent.spin
+    telegrad.agent.alarm  telegrad.agent.futures  telegrad.agent.spin
     telegrad.agent.pool
     telegrad.agent.link  telegrad.agent.memory
     telegrad.agent.bodies  telegrad.agent.outcomes

@@ -15,6 +15,7 @@ from support import PATIENCE, assert_no_references, eventually
 from telegrad.agent.outcomes import Outcomes
 from telegrad.agent.pool import Pool
 from telegrad.errors import SerializationError
+from telegrad.optim.owners import ask_all
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.testing import Cluster, cluster
 from telegrad.wire.messages import Failure
@@ -253,3 +254,40 @@ def test_an_exception_keeps_the_slab_of_its_tensor_until_it_is_given_back(pair: 
     finally:
         link.lane_open = False
         link.held.clear()
+
+
+# --- asking several workers at once --------------------------------------------------------------------------------
+
+
+def test_an_argument_that_cannot_be_sent_leaves_no_answer_behind() -> None:
+    """The calls that went out before it are answered with references."""
+    with cluster("a", "b", "c", timeout=PATIENCE) as workers:
+        with workers.on("a"), pytest.raises(SerializationError):
+            ask_all(make_reference, {"b": ("b",), "c": (threading.Lock(),)})
+        assert_no_references(workers)
+
+
+@pytest.mark.parametrize("after_the_answer", [False, True])
+def test_asking_all_may_be_interrupted(monkeypatch: pytest.MonkeyPatch, after_the_answer: bool) -> None:
+    with cluster("a", "b", "c", timeout=PATIENCE) as workers:
+        interrupt_once(monkeypatch, after_the_answer)
+        with workers.on("a"), pytest.raises(KeyboardInterrupt):
+            ask_all(make_reference, {"b": ("b",), "c": ("c",)})
+        assert_no_references(workers)
+
+
+def test_a_call_is_given_up_while_its_answer_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with cluster("a", "b", timeout=PATIENCE) as workers:
+        agent = workers["a"].agent
+        call = workers["a"].start_call("b", make_reference, ("b",))
+        finish = agent.calls.finish
+
+        def late(call_id: int) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                assert eventually(call.ticket.settled)
+            return finish(call_id)
+
+        monkeypatch.setattr(agent.calls, "finish", late)
+        agent.give_up(call)
+        agent.give_up(call)
+        assert_no_references(workers)

@@ -198,7 +198,7 @@ def test_rule_3_a_burst_of_short_functions_stays_on_few_threads(make: Callable[[
 
 class Patience:
     """Stands before a pool's epoll: whoever waits there for others to make progress waits for them to have had the
-    chance, and not for a millisecond."""
+    chance, and not for a millisecond, which is to be patched away."""
 
     def __init__(self, pool: Pool, meanwhile: Callable[[], None]) -> None:
         self._epoll: Any = pool._epoll
@@ -207,14 +207,9 @@ class Patience:
         pool._epoll = self  # type: ignore[assignment]
 
     def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
-        events: list[tuple[int, int]]
-        if timeout > 1:  # nothing was queued
-            events = self._epoll.poll(timeout, most)
-            looks = any(fd == self._alarm for fd, _ in events)
-        else:
-            events = self._epoll.poll(0, most)
-            looks = not events
-        if looks:
+        nothing_queued = timeout > 1
+        events: list[tuple[int, int]] = self._epoll.poll(timeout if nothing_queued else 0, most)
+        if not nothing_queued or any(fd == self._alarm for fd, _ in events):
             self._meanwhile()
         return events
 
@@ -272,7 +267,10 @@ def queue_behind(pool: Pool, long: Piecework, is_call: bool) -> None:
 
 
 @as_call_or_not
-def test_rule_3_nobody_joins_work_that_tells_of_its_progress(make: Callable[[int], Pool], is_call: bool) -> None:
+def test_rule_3_nobody_joins_work_that_tells_of_its_progress(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
+) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 1e-9)
     pool = make(4)
     long = Piecework(pool, 20, pool.progress)
     queue_behind(pool, long, is_call)
@@ -281,7 +279,10 @@ def test_rule_3_nobody_joins_work_that_tells_of_its_progress(make: Callable[[int
 
 
 @as_call_or_not
-def test_rule_3_others_join_work_that_tells_nothing(make: Callable[[int], Pool], is_call: bool) -> None:
+def test_rule_3_others_join_work_that_tells_nothing(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
+) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 1e-9)
     pool = make(4)
     long = Piecework(pool, 20, lambda: None)
     queue_behind(pool, long, is_call)
@@ -290,7 +291,10 @@ def test_rule_3_others_join_work_that_tells_nothing(make: Callable[[int], Pool],
 
 
 @as_call_or_not
-def test_rule_3_others_join_when_progress_ends(make: Callable[[int], Pool], is_call: bool) -> None:
+def test_rule_3_others_join_when_progress_ends(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
+) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 1e-9)
     pool = make(4)
     long = Piecework(pool, 20, lambda: pool.progress() if long.done < 7 else None)
     queue_behind(pool, long, is_call)
@@ -304,6 +308,133 @@ def test_rule_4_a_stuck_pool_grows(make: Callable[[int], Pool]) -> None:
     assert eventually(lambda: crowd.inside == 6)
     crowd.go.set()
     assert eventually(lambda: pool.busy == 0)
+
+
+def fill(pool: Pool, crowd: Crowd, count: int) -> None:
+    for number in range(1, count + 1):
+        pool.submit(call(crowd))
+        assert eventually(lambda number=number: crowd.inside == number)
+
+
+def test_rule_4_the_limit_stands_for_a_while(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the call has come."""
+    monkeypatch.setattr(telegrad.agent.pool, "_STUCK", PATIENCE)
+    pool, crowd, began = make(2), Crowd(), threading.Event()
+    fill(pool, crowd, 2)
+    bell = Bell(pool)
+    pool.submit(call(began.set))
+    bell.ring(call(began.set))
+    assert not began.wait(0.1)
+    crowd.go.set()
+    assert began.wait(PATIENCE)
+    bell.close()
+
+
+@pytest.mark.parametrize("brings_work", [False, True])
+def test_rule_4_the_limit_gives_way_whatever_else_happens(make: Callable[[int], Pool], brings_work: bool) -> None:
+    pool, crowd, began, over = make(2), Crowd(), threading.Event(), threading.Event()
+    bells = [Bell(pool), Bell(pool)]
+
+    def disturb() -> None:
+        while not over.wait(0.01):
+            for bell in bells:
+                bell.ring(*[(lambda *_: None, None, None)] * brings_work)
+
+    disturbance = threading.Thread(target=disturb)
+    disturbance.start()
+    fill(pool, crowd, 2)
+    pool.submit(call(began.set))
+    assert began.wait(5)
+    crowd.go.set()
+    over.set()
+    disturbance.join()
+    assert eventually(lambda: pool.busy == 0 and not any(bell.batches for bell in bells))
+    for bell in bells:
+        bell.close()
+
+
+def test_a_wait_within_a_wait_counts_once(make: Callable[[int], Pool]) -> None:
+    pool, running = make(2), []
+
+    def wait() -> None:
+        with pool.blocked():
+            with pool.blocked():
+                running.append(pool.running())
+            running.append(pool.running())
+        running.append(pool.running())
+
+    pool.submit(call(wait))
+    assert eventually(lambda: len(running) == 3)
+    assert running == [0, 0, 1]
+
+
+def test_an_interrupted_ring_does_not_silence_the_alarm(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, crowd, done = make(4), Crowd(), threading.Event()
+    fill(pool, crowd, 1)
+    ring = pool._alarm.set
+
+    def interrupted() -> None:
+        monkeypatch.setattr(pool._alarm, "set", ring)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool._alarm, "set", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(call(lambda: None))
+    time.sleep(0.01)
+    pool.submit(call(done.set))
+    assert done.wait(AT_ONCE)
+    crowd.go.set()
+
+
+def test_what_interrupts_work_on_a_users_thread_is_raised_there(make: Callable[[int], Pool]) -> None:
+    pool, done, let_go = make(2), threading.Event(), []
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pool.run_here([(interrupted, None, None), (lambda *_: done.set(), None, None)], lambda: let_go.append(1))
+    assert done.wait(PATIENCE), "the pool does the rest"
+
+
+def test_while_a_thread_sends_corked_answers_another_waits(make: Callable[[int], Pool]) -> None:
+    """Else nobody would read, and a worker that is well would seem to be lost."""
+    pool, crowd, sending, go = make(1), Crowd(), threading.Event(), threading.Event()
+
+    class Slow(Bell):
+        def flush(self) -> None:
+            sending.set()
+            go.wait(PATIENCE)
+
+    slow, other, heard = Slow(pool), Bell(pool), threading.Event()
+    slow.ring(call(lambda: pool.cork(slow)), call(crowd), call(lambda: None))
+    assert sending.wait(PATIENCE)
+    other.ring((lambda *_: heard.set(), None, None))
+    assert heard.wait(AT_ONCE)
+    go.set()
+    crowd.go.set()
+    assert eventually(lambda: pool.busy == 0)
+    slow.close()
+    other.close()
+
+
+def test_work_does_not_wait_behind_a_slow_send(make: Callable[[int], Pool]) -> None:
+    pool, sending, go, done = make(4), threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Bell):
+        def flush(self) -> None:
+            sending.set()
+            go.wait(PATIENCE)
+
+    slow = Slow(pool)
+    slow.ring(call(lambda: pool.cork(slow)), call(done.set))
+    assert sending.wait(PATIENCE)
+    assert done.wait(AT_ONCE)
+    go.set()
+    assert eventually(lambda: pool.busy == 0)
+    slow.close()
 
 
 def test_rule_5_corked_answers_go_out(make: Callable[[int], Pool]) -> None:

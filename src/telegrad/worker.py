@@ -141,7 +141,7 @@ class Worker:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = UNSET_TIMEOUT,
     ) -> Any:
-        return self.agent.wait(self._start(to, func, args, kwargs, timeout, None))
+        return self.agent.wait(self.start_call(to, func, args, kwargs, timeout))
 
     def rpc_async(
         self,
@@ -153,14 +153,21 @@ class Worker:
     ) -> Future:
         future = self.future_type()
         try:
-            self._start(to, func, args, kwargs, timeout, future)
+            self.start_call(to, func, args, kwargs, timeout, future)
         except (WorkerLostError, RpcTimeoutError) as error:
             future.set_exception(error)  # as if it had been lost a moment later
         return future
 
-    def _start(
-        self, to: To, func: Any, args: Any, kwargs: Any, timeout: float, future: Future | None
+    def start_call(
+        self,
+        to: To,
+        func: Any,
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: float = UNSET_TIMEOUT,
+        future: Future | None = None,
     ) -> Waiting[Ticket]:
+        """Without a future, the agent's ``wait`` gives the value: a future costs more than the rest of a call."""
         self._check_open()
         self.references.let_go()
         peer = self._peer(to)

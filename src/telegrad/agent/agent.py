@@ -205,6 +205,10 @@ class Agent:
         """The value of a call's answer, or its error, on the thread that called."""
         return self.outcomes.wait(waiting)
 
+    def give_up(self, waiting: Waiting[Ticket]) -> None:
+        """Nobody will wait for it."""
+        self.outcomes.give_up(waiting)
+
     def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
         return self.bodies.open(self.peer(link.peer_id), link, body, streamed)[0]
 
@@ -360,7 +364,7 @@ class Agent:
         if self.mail.unacknowledged:
             pause = min(pause, self.options.note_pause)
         pause = min(pause, again_in)
-        return min(now + pause, self.calls.next_deadline())
+        return min(now + pause, self.mail.acks_due, self.calls.next_deadline())
 
     def _check_pulse(self, link: Link, now: float) -> None:
         silence = now - link.last_heard

@@ -50,7 +50,7 @@ class Mail:
         self._lock = threading.Lock()
         self._outbox = Outbox(first_pause)
         self._inbox = Inbox()
-        self._acks_due = math.inf  # when what is to be acknowledged has waited long enough
+        self.acks_due = math.inf  # when what is to be acknowledged has waited long enough
 
     # --- what goes out ------------------------------------------------------------------------------------------
 
@@ -124,9 +124,9 @@ class Mail:
             self._outbox.acknowledged(link.peer_id, note.acks)
         if streamed:
             self._acknowledge(link, None)  # its sender holds much memory until then
-        elif self._acks_due == math.inf:
-            self._acks_due = time.monotonic() + _ACK_SECONDS
-            self._clock.wake_before(self._acks_due)
+        elif self.acks_due == math.inf:
+            self.acks_due = time.monotonic() + _ACK_SECONDS
+            self._clock.wake_before(self.acks_due)
         if first:
             self.handlers[type(note.payload)](link.peer_id, note.payload, open_value)
             if not opened and note.body.buffers:
@@ -149,8 +149,8 @@ class Mail:
         with self._lock:
             again = self._outbox.due(now)
             owing: list[int] = []
-            if now >= self._acks_due:
-                self._acks_due = math.inf  # before the look: a note that comes now sets it anew
+            if now >= self.acks_due:
+                self.acks_due = math.inf  # before the look: a note that comes now sets it anew
                 owing = self._inbox.owing()
         for to, note, parcel in again:
             self._pool.submit((self._send, self._peer(to), (note, parcel)))

@@ -20,12 +20,13 @@ from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Body, Failure, Reply
 
 _AS_IT_IS = nullcontext()
+_MOMENT = 1.0  # seconds: much longer than what it waits for takes
 
 
 class Ticket:
     """Where the outcome of one call arrives.  Plain slots and a lock: a ``threading.Event`` costs 3 us more a call."""
 
-    __slots__ = ("future", "gate", "grad_enabled", "helped", "link", "notice", "outcome")
+    __slots__ = ("future", "gate", "grad_enabled", "helped", "link", "notice", "outcome", "used")
 
     def __init__(
         self, link: Link, future: Future | None, notice: Callable[[Exception | None], None] | None = None
@@ -35,6 +36,7 @@ class Ticket:
         self.notice = notice  # told of the outcome, in place of a future: something quick, of ours
         self.grad_enabled = future is None or torch.is_grad_enabled()  # a future is completed by another thread
         self.outcome: Frame | TelegradError | None = None
+        self.used = False  # the outcome was looked at, or is not wanted
         self.helped = False  # the thread that waits for the future will complete it
         self.gate = threading.Lock()
         self.gate.acquire()
@@ -68,15 +70,20 @@ class Outcomes:
         try:
             self._wait(waiting)
         except BaseException:
-            self._give_up(waiting)
+            self.give_up(waiting)
             raise
         return self._result(waiting.ticket)
 
-    def _give_up(self, waiting: Waiting[Ticket]) -> None:
+    def give_up(self, waiting: Waiting[Ticket]) -> None:
         """The waiting thread was interrupted, or cannot wait: an answer that came, or will come, is discarded."""
-        outcome = waiting.ticket.outcome
-        if self._calls.finish(waiting.call_id) is None and isinstance(outcome, Frame):
-            self._pool.submit((self.discard, waiting.ticket.link, outcome))
+        ticket = waiting.ticket
+        if self._calls.finish(waiting.call_id) is not None or ticket.used:
+            return
+        ticket.used = True
+        if ticket.outcome is None:
+            ticket.gate.acquire(timeout=_MOMENT)  # somebody is settling it
+        if isinstance(ticket.outcome, Frame):
+            self._pool.submit((self.discard, ticket.link, ticket.outcome))
 
     def _wait(self, waiting: Waiting[Ticket]) -> None:
         ticket = waiting.ticket
@@ -84,6 +91,7 @@ class Outcomes:
         if ticket.outcome is None:
             self._block(ticket, waiting.deadline)
             if ticket.outcome is None and self._calls.finish(waiting.call_id) is not None:
+                ticket.used = True
                 raise self.timed_out(waiting)
         if ticket.outcome is None:
             ticket.gate.acquire()  # somebody is settling it at this moment
@@ -125,6 +133,7 @@ class Outcomes:
             ticket.gate.acquire(timeout=timeout)
 
     def _result(self, ticket: Ticket) -> Any:
+        ticket.used = True
         outcome = ticket.outcome
         if isinstance(outcome, TelegradError):
             raise copy_of(outcome)  # the ticket holds the outcome, and a traceback would hold the ticket

@@ -8,9 +8,10 @@ thread has read from it, so the thread can run what it read without a hop to ano
    work is begun even then, after a millisecond without progress, since what runs may be waiting for it.
 3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two
    threads are slower than one on short functions; when it makes no progress for a millisecond, others join in.
-4. If all that run are stuck (say, in a wait that we cannot see) while work is queued, the limit gives way.
+4. If all that run are stuck (say, in a wait that we cannot see) while calls are queued, the limit gives way: when none
+   was begun for 50 ms, whatever else has happened.
 5. Answers given while more work is queued are corked, so that a burst of calls costs a few sends and not one each;
-   they go out when the queue is empty, or after a millisecond in which nothing happened.
+   they go out when the queue is empty, or when nothing has happened for as long as the next one would take to join in.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from telegrad.agent.alarm import Alarm
 
 log = logging.getLogger("telegrad.agent")
 
+T = TypeVar("T")
 Work = tuple[Callable[[Any, Any], object], Any, Any]
 
 
@@ -59,6 +61,22 @@ class Source(Protocol):
         """Sends what was corked."""
 
 
+class _Look:
+    """A thread's look at a count: for how long it has seen the same."""
+
+    __slots__ = ("_count", "_since")
+
+    def __init__(self) -> None:
+        self._count = -1
+        self._since = 0.0
+
+    def unchanged(self, count: int) -> float:
+        now = time.monotonic()
+        if count != self._count:
+            self._count, self._since = count, now
+        return now - self._since
+
+
 class Pool:
     def __init__(self, name: str, limit: int, on_thread_start: Callable[[], None] = lambda: None) -> None:
         self._name = name
@@ -83,9 +101,9 @@ class Pool:
         self._busy = 0
         self._blocked = 0
         self._taken = 0  # how much work was ever begun: unchanged means no progress
+        self._calls_taken = 0  # and how many calls of users
         self._stuck = False
-        self._watching = False  # the alarm is set
-        self._seen = 0  # how much was begun when it was set
+        self._alarm_ends = 0.0  # until then it is set; a time, and not a flag: a Ctrl-C may come before it is
         self._extra = 0  # by how much the limit has given way
         self._closed = False
         self._here = threading.local()
@@ -147,7 +165,8 @@ class Pool:
     def _uncork(self) -> None:
         while self._corked:
             with contextlib.suppress(KeyError):  # another thread was faster
-                self._corked.popitem()[0].flush()
+                source = self._corked.popitem()[0]
+                self._try(source.flush)
 
     def runs_here(self) -> bool:
         """Whether the calling thread is one of the pool's."""
@@ -156,6 +175,10 @@ class Pool:
     @contextlib.contextmanager
     def blocked(self) -> Iterator[None]:
         """Around a wait for another worker: this thread of the pool does not count as running meanwhile (rule 2)."""
+        if getattr(self._here, "blocked", False):  # a wait within a wait
+            yield
+            return
+        self._here.blocked = True
         with self._lock:
             self._busy -= 1
             self._blocked += 1
@@ -169,6 +192,7 @@ class Pool:
             with self._lock:
                 self._busy += 1
                 self._blocked -= 1
+            self._here.blocked = False
 
     def running(self) -> int:
         """How many threads run something and do not wait for another worker."""
@@ -218,9 +242,10 @@ class Pool:
             return
         if self._stuck or not self._busy:
             os.eventfd_write(self._bell, 1)
-        elif not self._watching:
-            self._watching = True
-            self._seen = self._taken
+            return
+        now = time.monotonic()
+        if now >= self._alarm_ends:
+            self._alarm_ends = now + _PATIENCE
             self._alarm.set()
 
     def _answer_bell(self) -> None:
@@ -251,41 +276,34 @@ class Pool:
             self._serve()
         except Exception:
             log.exception("a thread of worker %r ended on an internal error", self._name)
+            with self._lock:
+                self._idle -= 1  # whoever begins something next makes up for it
         finally:
             self._threads.discard(threading.current_thread())
 
     def _serve(self) -> None:
         """An endless loop of: take what is queued, else wait for something to happen.  Enters and stays 'idle'."""
-        seen = -1
+        work, calls = _Look(), _Look()
         while not self._closed:
-            queue = self._pick(seen)
+            queue = self._pick(work.unchanged(self._taken), calls.unchanged(self._calls_taken))
             if queue is not None:
                 self._begin()
                 self._run_next(queue)
                 self._end()
-                seen = -1
                 continue
             if self._corked and not self._waits():
-                self._uncork()
-            seen = self._taken
+                self._flush_corked()
             patience = self._patience()
             events = self._epoll.poll(patience, 1)
             if not events:
-                self._uncork()
+                self._flush_corked()
                 if patience == _IDLE_SECONDS and not self._waits() and self._leave():
                     return
                 continue
-            seen = -2  # something happened: look at the queue, but do not call it stuck
             fd = events[0][0]
             if fd == self._bell:
                 self._answer_bell()
-                continue
-            if fd == self._alarm.fd:
-                self._watching = False
-                seen = self._seen
-                continue
-            source = self._sources.get(fd)
-            if source is not None:
+            elif (source := self._sources.get(fd)) is not None:
                 self._read(source)
 
     def _read(self, source: Source) -> None:
@@ -307,39 +325,47 @@ class Pool:
             work = self._try(source.linger)
             self._lingering = False
 
-    def _try(self, read: Callable[[], Sequence[Work] | None]) -> Sequence[Work] | None:
+    def _flush_corked(self) -> None:
+        if self._corked:
+            self._begin()  # to send may take long
+            self._uncork()
+            self._end()
+
+    def _try(self, use: Callable[[], T]) -> T | None:
         try:
-            return read()
+            return use()
         except Exception:
-            log.exception("worker %r could not read from a connection", self._name)
+            log.exception("worker %r failed to use a connection", self._name)
             return None
 
     def _has_room(self) -> bool:
         """Whether the limit lets this thread, which counts already, run a user's function."""
         return self._busy <= self._limit + self._extra
 
-    def _pick(self, seen: int) -> deque[Work] | None:
-        """Rules 2 to 4: the queue that this thread should take from, having last seen ``seen`` items begun."""
-        full = self._busy >= self._limit + self._extra
+    def _pick(self, no_work_for: float, no_calls_for: float) -> deque[Work] | None:
+        """Rules 2 to 4: the queue that this thread should take from, having seen for so long that nothing was begun."""
         if not self._urgent and not self._queue:
             return None
-        no_progress = seen == self._taken
-        if self._busy and not no_progress and (full or not self._stuck):
-            return None  # those that run will come for it
-        if no_progress:
-            self._stuck = True
+        full = self._is_full()
+        stalled = no_calls_for >= _STUCK if full and not self._urgent else no_work_for >= _PATIENCE
+        if self._busy:
+            if not stalled and (full or not self._stuck):
+                return None  # those that run will come for it
+            self._stuck = self._stuck or stalled
         if self._urgent:
             return self._urgent
         if full:
             self._extra += 1
         return self._queue
 
+    def _is_full(self) -> bool:
+        return self._busy >= self._limit + self._extra
+
     def _patience(self) -> float:
         if not self._waits():
             self._stuck, self._extra = False, 0
             return _IDLE_SECONDS
-        full = self._busy >= self._limit + self._extra
-        return _STUCK if full and not self._urgent else _PATIENCE
+        return _STUCK if self._is_full() and not self._urgent else _PATIENCE
 
     def _leave(self) -> bool:
         """A surplus thread that had nothing to do for long ends."""
@@ -364,14 +390,14 @@ class Pool:
             self._idle += 1
 
     def _run_next(self, queue: deque[Work]) -> None:
+        if self._corked and len(self._queue) + len(self._urgent) == 1:
+            self._uncork()  # before the last is taken: another thread may take it if this one is kept
         try:
             work = queue.popleft()
         except IndexError:
             return  # another thread was faster
         if self._waits():
             self._ring()  # this one may take long
-        elif self._corked:
-            self._uncork()
         self._run(work)
 
     def run_here(self, work: Sequence[Work], let_go: Callable[[], None]) -> None:
@@ -386,9 +412,13 @@ class Pool:
         self._here.held = (mine, let_go)
         try:
             while mine:
-                self._run(mine.popleft())
+                self._taken += 1
+                function, first, second = mine.popleft()
+                function(first, second)  # what it raises is meant for this thread: a Ctrl-C
         finally:
             self._here.held = outer
+            if mine:
+                self.submit_all(mine)
 
     def progress(self) -> None:
         """Work that consists of many short pieces has done one of them: nobody need join in (rule 3)."""
@@ -415,6 +445,7 @@ class Pool:
 
     def _run(self, work: Work) -> None:
         self._taken += 1
+        self._calls_taken += type(work) is UserCall
         function, first, second = work
         try:
             function(first, second)

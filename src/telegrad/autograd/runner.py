@@ -191,8 +191,13 @@ class Runner:
         parts = this.gradients[message_id]
         return parts[part] if part in parts else this.zeros(message_id, part)
 
-    def emit(self, turn: Turn, recv: Recv, gradients: dict[int, Tensor | None], at_once: bool) -> None:
-        """Called by torch's engine: what the tensors of a message got goes to its other end."""
+    def emit(
+        self, turn: Turn, recv: Recv, gradients: dict[int, Tensor | None], at_once: bool, alone: bool = False
+    ) -> None:
+        """Called by torch's engine: what the tensors of a message got goes to its other end.
+
+        ``alone``: nothing else can go along with it but an answer, which a letter that is counted waits for in vain.
+        """
         this, to = turn.this, recv.sender
         letter = turn.letters.get(to)
         if letter is None:
@@ -206,14 +211,14 @@ class Runner:
             except WorkerLostError:
                 raise self._lost(to) from None
         letter.add(recv.message_id, gradients)
-        if at_once or not letter.may_grow:
+        if at_once or not letter.may_grow or (alone and letter.counted):
             self._post_letter(this, to, turn.letters.pop(to))
 
 
 class _Run:
     """What the nodes see of the engine call that runs them."""
 
-    __slots__ = ("_at_once", "_job", "_reached", "_ready", "_runner", "_turn")
+    __slots__ = ("_alone", "_at_once", "_job", "_reached", "_ready", "_runner", "_turn")
 
     def __init__(self, runner: Runner, turn: Turn, jobs: Sequence[Job]) -> None:
         this = turn.this
@@ -223,6 +228,7 @@ class _Run:
         self._reached = this.reached(jobs[0])
         if len(jobs) > 1:
             self._reached = {recv: parts for job in jobs for recv, parts in this.reached(job).items()}
+        self._alone = len(self._reached) == 1 and not turn.todo and not turn.letters
         self._ready: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
 
     def gradient_for(self, message_id: int, part: int) -> Tensor | None:
@@ -232,4 +238,4 @@ class _Run:
         ready = self._ready.setdefault(recv, {})
         ready[part] = gradient
         if len(ready) == len(self._reached[recv]):
-            self._runner.emit(self._turn, recv, self._ready.pop(recv), self._at_once)
+            self._runner.emit(self._turn, recv, self._ready.pop(recv), self._at_once, self._alone)

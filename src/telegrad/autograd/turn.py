@@ -27,12 +27,12 @@ Messages = Sequence[tuple[int, Sequence[int], Sequence[int]]]
 class Letter:
     """Gradients for one worker."""
 
-    __slots__ = ("_counted", "_messages", "bundle", "finished")
+    __slots__ = ("_messages", "bundle", "counted", "finished")
 
     def __init__(self, counted: bool, bundle: Bundle) -> None:
         self.bundle = bundle
         self.finished: Finished | None = None
-        self._counted = counted
+        self.counted = counted
         self._messages: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
 
     def add(self, message_id: int, gradients: dict[int, Tensor | None]) -> None:
@@ -49,7 +49,7 @@ class Letter:
         return len(self._messages) < _FULL and self.bundle.is_small
 
     def payload(self, this: Pass) -> Gradients:
-        return Gradients(this.head, tuple(self._messages), self._counted, self.finished)
+        return Gradients(this.head, tuple(self._messages), self.counted, self.finished)
 
 
 def _plain(gradient: Tensor) -> Tensor:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from telegrad.agent.calls import Waiting
+from telegrad.agent.outcomes import Ticket
 from telegrad.current import current_worker
-from telegrad.errors import UsageError, WorkersFailedError
-from telegrad.rpc.api import rpc_async
+from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError, WorkersFailedError
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 
 
@@ -52,22 +54,36 @@ def ask_all(
 
     ``own`` is run by this thread while the others work; its result or error is that of this worker.
     """
-    futures = {worker: rpc_async(worker, function, args=args, timeout=timeout) for worker, args in arguments.items()}
-    waits: dict[str, Callable[[], Any]] = {worker: future.wait for worker, future in futures.items()}
-    if own is not None:
-        waits = {current_worker().name: own, **waits}
+    here = current_worker()
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    for worker, wait in waits.items():
-        try:
-            results[worker] = wait()
-        except Exception as error:
-            errors[worker] = error
+    calls: dict[str, Waiting[Ticket]] = {}
+    try:
+        for worker, args in arguments.items():
+            try:
+                calls[worker] = here.start_call(worker, function, args, timeout=timeout)
+            except (WorkerLostError, RpcTimeoutError) as error:
+                errors[worker] = error
+        if own is not None:
+            _note(here.name, own, results, errors)
+        for worker, call in list(calls.items()):
+            _note(worker, partial(here.agent.wait, call), results, errors)
+            del calls[worker]
+    finally:
+        for call in calls.values():  # nobody will wait for them: an argument could not be sent, or a Ctrl-C came
+            here.agent.give_up(call)
     if len(errors) == 1:
         raise next(iter(errors.values()))
     if errors:
         raise WorkersFailedError(errors)
     return results
+
+
+def _note(worker: str, ask: Callable[[], Any], results: dict[str, Any], errors: dict[str, Exception]) -> None:
+    try:
+        results[worker] = ask()
+    except Exception as error:
+        errors[worker] = error
 
 
 def local_tensors(references: Sequence[RRef[Any]]) -> list[Tensor]:
