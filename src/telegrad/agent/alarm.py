@@ -11,6 +11,8 @@ _libc = ctypes.PyDLL(None, use_errno=True)
 _NONBLOCK_CLOEXEC = os.O_NONBLOCK | os.O_CLOEXEC
 _Setting = ctypes.c_long * 4  # the pause between repetitions, and the time until the first: seconds, nanoseconds
 
+_NEVER = _Setting(0, 0, 0, 0)
+
 
 class Alarm:
     def __init__(self, seconds: float) -> None:
@@ -22,3 +24,7 @@ class Alarm:
     def set(self) -> None:
         """Becomes readable once the seconds have passed from now."""
         _libc.timerfd_settime(self.fd, 0, self._setting, None)
+
+    def clear(self) -> None:
+        """Does not become readable after all."""
+        _libc.timerfd_settime(self.fd, 0, _NEVER, None)

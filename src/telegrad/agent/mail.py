@@ -66,10 +66,12 @@ class Mail:
         value: Any = None,
         tensors: values.Bundle | None = None,
         soon: bool = False,
+        when_idle: bool = False,
     ) -> bool:
         """Sends an internal message that takes effect exactly once.  False: the receiver is gone.
 
-        ``soon``: nobody waits for it, so it may wait for a message that it can ride on.
+        ``soon``: nobody waits for it, so it may wait for a message that it can ride on.  ``when_idle``: it does so
+        until the pool has nothing else to do; for who must not wait for a socket.
         """
         peer = self._peer(to)
         parcel = values.EMPTY_PARCEL
@@ -86,10 +88,12 @@ class Mail:
                 return False
             note = self._outbox.post(to, payload, now, parcel, self._inbox.acks_for(to))
         link = peer.link
-        if soon and link is not None:
+        if (soon or when_idle) and link is not None:
             link.post(note)
+            if when_idle:
+                self._pool.flush_when_idle(link)
             self._clock.wake_before(now + _SOON_SECONDS)
-        elif soon:  # to dial may take long
+        elif soon or when_idle:  # to dial may take long
             self._pool.submit((self._send, peer, (note, parcel)))
         else:
             self._send(peer, (note, parcel))

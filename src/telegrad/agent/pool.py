@@ -49,16 +49,20 @@ _SPARE = 2  # idle threads that always stay
 ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
-class Source(Protocol):
+class Outlet(Protocol):
+    """Something that can keep what it is to send."""
+
+    def flush(self) -> None:
+        """Sends what was corked."""
+
+
+class Source(Outlet, Protocol):
     """Something with a descriptor that the pool watches."""
 
     def readable(self) -> Sequence[Work]: ...
 
     def linger(self) -> Sequence[Work] | None:
         """As ``readable``, for a moment in which more may come; None if nothing did."""
-
-    def flush(self) -> None:
-        """Sends what was corked."""
 
 
 class _Look:
@@ -93,7 +97,7 @@ class Pool:
         self._sources: dict[int, Source] = {}
         self._queue: deque[Work] = deque()  # calls of users
         self._urgent: deque[Work] = deque()  # everything else
-        self._corked: dict[Source, None] = {}
+        self._corked: dict[Outlet, None] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
         self._born = 0
@@ -152,7 +156,7 @@ class Pool:
     def _waits(self) -> bool:
         return bool(self._queue or self._urgent)
 
-    def cork(self, source: Source) -> bool:
+    def cork(self, source: Outlet) -> bool:
         """Whether there is more to do right now, so that the source may wait for ``flush`` (rule 5)."""
         if not self._waits():
             return False
@@ -161,6 +165,10 @@ class Pool:
             return True  # whoever takes the last of it finds the source
         self._corked.pop(source, None)  # the pool has run dry between the two looks, and may sleep now
         return False
+
+    def flush_when_idle(self, source: Outlet) -> None:
+        """For a thread of the pool that reads, and must not send."""
+        self._corked[source] = None
 
     def _uncork(self) -> None:
         while self._corked:
@@ -242,11 +250,12 @@ class Pool:
             return
         if self._stuck or not self._busy:
             os.eventfd_write(self._bell, 1)
-            return
-        now = time.monotonic()
-        if now >= self._alarm_ends:
-            self._alarm_ends = now + _PATIENCE
-            self._alarm.set()
+        elif time.monotonic() >= self._alarm_ends:
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        self._alarm_ends = time.monotonic() + _PATIENCE
+        self._alarm.set()
 
     def _answer_bell(self) -> None:
         """Rings that came together have woken one thread, which passes on all but its own."""
@@ -293,7 +302,10 @@ class Pool:
                 continue
             if self._corked and not self._waits():
                 self._flush_corked()
-            patience = self._patience()
+            if self._alarm_ends and not self._waits():
+                self._alarm_ends = 0.0
+                self._alarm.clear()
+            patience = self._patience()  # a look at the queue, after the last thing that could make another rely on us
             events = self._epoll.poll(patience, 1)
             if not events:
                 self._flush_corked()
@@ -319,17 +331,24 @@ class Pool:
                     if len(work) > 1 and (self._urgent or self._has_room()):
                         self._run_next(self._urgent or self._queue)
                 self._end()
-            if self._waits() or self._lingering:
+            if self._waits() or self._corked or self._lingering:
                 return
             self._lingering = True
             work = self._try(source.linger)
             self._lingering = False
 
     def _flush_corked(self) -> None:
-        if self._corked:
-            self._begin()  # to send may take long
-            self._uncork()
-            self._end()
+        """Sends what was corked.  That may take long, so the thread does not count as idle; nor as running, for those
+        who look out for an answer would stop at that."""
+        if not self._corked:
+            return
+        with self._lock:
+            self._idle -= 1
+            if self._idle == 0:
+                self._grow()
+        self._uncork()
+        with self._lock:
+            self._idle += 1
 
     def _try(self, use: Callable[[], T]) -> T | None:
         try:
@@ -396,8 +415,11 @@ class Pool:
             work = queue.popleft()
         except IndexError:
             return  # another thread was faster
-        if self._waits():
-            self._ring()  # this one may take long
+        if self._waits():  # this one may take long
+            if self._stuck:
+                self._ring()
+            else:
+                self._set_alarm()  # anew: to have taken it is progress
         self._run(work)
 
     def run_here(self, work: Sequence[Work], let_go: Callable[[], None]) -> None:

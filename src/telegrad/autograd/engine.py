@@ -370,8 +370,8 @@ class Engine:
     def leave(self, context: Context) -> None:
         self.drop(context.id)
 
-    def drop(self, context_id: int, soon: bool = False) -> None:
-        """Forgets a context here, and on all workers that this one told of it; ``soon``, if it must not wait."""
+    def drop(self, context_id: int, when_idle: bool = False) -> None:
+        """Forgets a context here, and on all workers that this one told of it."""
         context = self.registry.drop(context_id)
         if context is None:
             return
@@ -383,7 +383,7 @@ class Engine:
             context.sends, context.tops, context.nodes = {}, set(), set()
         self._graveyard.visit()
         for worker in context.workers - {context.origin, self._me}:
-            self._agent.mail.post(worker, DropContext(context_id), soon=soon)
+            self._agent.mail.post(worker, DropContext(context_id), when_idle=when_idle)
 
     def _on_tell_me(self, sender: int, payload: TellMe, _: Open) -> None:
         context = self.registry.find(payload.context_id)
@@ -393,7 +393,7 @@ class Engine:
             self._agent.mail.post(sender, DropContext(payload.context_id))
 
     def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
-        self.drop(payload.context_id, soon=True)  # it runs where it is read
+        self.drop(payload.context_id, when_idle=True)  # this runs where it is read
 
     def _is_gone(self, worker: int) -> bool:
         return self._agent.peer(worker).state is not PeerState.KNOWN
