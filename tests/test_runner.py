@@ -457,6 +457,24 @@ def test_gradients_leave_at_once_where_something_is_computed_after_them(trio: Cl
 
 
 @both_modes
+def test_a_letter_that_nothing_can_join_leaves_from_within_the_engine(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """But not the one that may take along that its sender has finished."""
+    leaves: list[tuple[bool, bool]] = []
+    post = runner.Runner._post_letter
+
+    def posted(self: runner.Runner, this: Pass, to: int, letter: Letter) -> None:
+        leaves.append((this.is_root, runner.here.run is not None))
+        post(self, this, to, letter)
+
+    monkeypatch.setattr(runner.Runner, "_post_letter", posted)
+    sent = check(trio, lambda call: call("b", branch, "b", 1, WEIGHTS["a"]).sum(), mode)
+    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [1]
+    assert leaves == [(True, True), (False, False)]
+
+
+@both_modes
 def test_forty_calls_need_more_than_one_letter(trio: Cluster, mode: Mode) -> None:
     sent = check(trio, lambda call: fan_out(call, 40), mode)
     assert letters(sent, "a", "b") == [32, 8]
