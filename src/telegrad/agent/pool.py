@@ -71,6 +71,9 @@ class _Look:
     __slots__ = ("_count", "_since")
 
     def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
         self._count = -1
         self._since = 0.0
 
@@ -107,6 +110,7 @@ class Pool:
         self._taken = 0  # how much work was ever begun: unchanged means no progress
         self._calls_taken = 0  # and how many calls of users
         self._stuck = False
+        self._joined_at = 0  # how much was begun when a thread last joined those that are stuck, its own included
         self._alarm_ends = 0.0  # until then it is set; a time, and not a flag: a Ctrl-C may come before it is
         self._extra = 0  # by how much the limit has given way
         self._closed = False
@@ -293,10 +297,14 @@ class Pool:
     def _serve(self) -> None:
         """An endless loop of: take what is queued, else wait for something to happen.  Enters and stays 'idle'."""
         work, calls = _Look(), _Look()
+        joins = True
         while not self._closed:
-            queue = self._pick(work.unchanged(self._taken), calls.unchanged(self._calls_taken))
+            queue = self._pick(work, calls)
             if queue is not None:
                 self._begin()
+                if joins and self._stuck:
+                    self._join()
+                joins = False
                 self._run_next(queue)
                 self._end()
                 continue
@@ -307,6 +315,7 @@ class Pool:
                 self._alarm.clear()
             patience = self._patience()  # a look at the queue, after the last thing that could make another rely on us
             events = self._epoll.poll(patience, 1)
+            joins = True
             if not events:
                 self._flush_corked()
                 if patience == _IDLE_SECONDS and not self._waits() and self._leave():
@@ -361,13 +370,18 @@ class Pool:
         """Whether the limit lets this thread, which counts already, run a user's function."""
         return self._busy <= self._limit + self._extra
 
-    def _pick(self, no_work_for: float, no_calls_for: float) -> deque[Work] | None:
-        """Rules 2 to 4: the queue that this thread should take from, having seen for so long that nothing was begun."""
+    def _pick(self, work: _Look, calls: _Look) -> deque[Work] | None:
+        """Rules 2 to 4: the queue that this thread should take from, which has had these looks at what was begun."""
         if not self._urgent and not self._queue:
+            work.begin()
+            calls.begin()  # when nothing is queued, nothing is stuck
             return None
         full = self._is_full()
-        stalled = no_calls_for >= _STUCK if full and not self._urgent else no_work_for >= _PATIENCE
         if self._busy:
+            if full and not self._urgent:
+                stalled = calls.unchanged(self._calls_taken) >= _STUCK
+            else:
+                stalled = work.unchanged(self._taken) >= _PATIENCE
             if not stalled and (full or not self._stuck):
                 return None  # those that run will come for it
             self._stuck = self._stuck or stalled
@@ -415,12 +429,15 @@ class Pool:
             work = queue.popleft()
         except IndexError:
             return  # another thread was faster
-        if self._waits():  # this one may take long
-            if self._stuck:
-                self._ring()
-            else:
-                self._set_alarm()  # anew: to have taken it is progress
+        if self._waits() and time.monotonic() > self._alarm_ends - _PATIENCE / 2:
+            self._set_alarm()  # this one may take long; perhaps anew, for to have taken it is progress
         self._run(work)
+
+    def _join(self) -> None:
+        """Before a thread takes from what others are stuck in: if only such as it have begun anything, more come."""
+        if self._taken == self._joined_at and len(self._queue) + len(self._urgent) > 1:
+            self._ring()
+        self._joined_at = self._taken + 1
 
     def run_here(self, work: Sequence[Work], let_go: Callable[[], None]) -> None:
         """Runs it on the calling thread, which has nothing better to do; but users' functions as ever.
