@@ -143,10 +143,10 @@ def test_an_interrupt_is_not_taken_for_another_process(monkeypatch: pytest.Monke
     assert alone.moves == []
 
 
-def test_a_switch_that_was_quick_is_not_taken_for_a_neighbour_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_before_the_search_is_no_neighbour(monkeypatch: pytest.MonkeyPatch) -> None:
     place = Place(monkeypatch, away=2 * spin._SHARED)
     place.interrupted = True
-    place.switches += 7  # before the search
+    place.switches += 7
     assert place.look(after=10)
     assert place.moves == []
 

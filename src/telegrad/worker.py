@@ -162,12 +162,12 @@ class Worker:
         self,
         to: To,
         func: Any,
-        args: Sequence[Any] | None = None,
-        kwargs: Mapping[str, Any] | None = None,
+        args: Any,
+        kwargs: Any = None,
         timeout: float = UNSET_TIMEOUT,
         future: Future | None = None,
     ) -> Waiting[Ticket]:
-        """Without a future, the agent's ``wait`` gives the value: a future costs more than the rest of a call."""
+        """As ``rpc_sync`` and ``rpc_async``.  Without a future, the agent's ``wait`` gives the value."""
         self._check_open()
         self.references.let_go()
         peer = self._peer(to)

@@ -6,11 +6,10 @@ import ctypes
 import os
 import time
 
-# The standard library has it from Python 3.13 on.  A PyDLL keeps the GIL: another thread would take longer to get it.
+# The standard library has it from Python 3.13 on.  A PyDLL keeps the GIL, which takes longer to hand over than a call.
 _libc = ctypes.PyDLL(None, use_errno=True)
 _NONBLOCK_CLOEXEC = os.O_NONBLOCK | os.O_CLOEXEC
 _Setting = ctypes.c_long * 4  # the pause between repetitions, and the time until the first: seconds, nanoseconds
-
 _NEVER = _Setting(0, 0, 0, 0)
 
 
