@@ -127,13 +127,13 @@ def letters(sent: list[Sent], sender: str, to: str) -> list[int]:
 @pytest.fixture
 def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that called torch's engine."""
-    run, calls = runner._engine_run_backward, []
+    run, calls = runner.run_backward, []
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(threading.current_thread().name)
         return run(*args, **options)
 
-    monkeypatch.setattr(runner, "_engine_run_backward", counted)
+    monkeypatch.setattr(runner, "run_backward", counted)
     return calls
 
 

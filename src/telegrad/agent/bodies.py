@@ -59,11 +59,11 @@ class Bodies:
             link.held[slab.number] = slab
         return parcel
 
-    def bundle(self, peer: Peer, link: Link) -> values.Bundle:
-        """As ``pack``, for a list of tensors that may grow until ``close``."""
+    def bundle(self, peer: Peer, link: Link, recorded: bool = True) -> values.Bundle:
+        """As ``pack``, for a list of tensors that may grow until ``close``; ``recorded``: the interceptor sees them."""
         if self._borrowed:
             self.give_back()
-        return values.Bundle(peer.route, self._shelve if link.lane_open else None)
+        return values.Bundle(peer.route, self._shelve if link.lane_open else None, recorded)
 
     def close(self, link: Link, bundle: values.Bundle) -> values.Parcel:
         parcel = bundle.parcel()

@@ -54,10 +54,10 @@ class Mail:
 
     # --- what goes out ------------------------------------------------------------------------------------------
 
-    def bundle(self, to: int) -> values.Bundle:
-        """For tensors that go along with a note.  Raises WorkerLostError."""
+    def bundle(self, to: int, recorded: bool) -> values.Bundle:
+        """For tensors that go along with a note, perhaps such that autograd follows.  Raises WorkerLostError."""
         peer = self._peer(to)
-        return self._bodies.bundle(peer, self._link_to(peer))
+        return self._bodies.bundle(peer, self._link_to(peer), recorded)
 
     def post(
         self,

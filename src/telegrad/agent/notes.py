@@ -27,11 +27,14 @@ class _Unacknowledged:
 @dataclass(slots=True)
 class _Outgoing:
     next_seq: int = 0
+    floor: int = 0
     waiting: dict[int, _Unacknowledged] = field(default_factory=dict)
 
     def note(self, seq: int, acks: tuple[int, ...] = ()) -> Note:
         entry = self.waiting[seq]
-        return Note(seq, next(iter(self.waiting)), entry.payload, acks, entry.parcel.body)
+        while self.floor not in self.waiting:
+            self.floor += 1
+        return Note(seq, self.floor, entry.payload, acks, entry.parcel.body)
 
 
 class Outbox:
@@ -83,11 +86,12 @@ class Inbox:
 
     def accept(self, sender: int, note: Note) -> bool:
         self._acks.setdefault(sender, []).append(note.seq)
-        floor = max(self._floor.get(sender, 0), note.floor)
-        seen = self._seen.setdefault(sender, set())
-        if floor != self._floor.get(sender, 0):
-            self._floor[sender] = floor
-            seen.difference_update([seq for seq in seen if seq < floor])
+        floor, seen = self._floor.get(sender, 0), self._seen.setdefault(sender, set())
+        if note.floor > floor:
+            # Whichever is shorter: a stranger may name any number.
+            below = range(floor, note.floor) if note.floor - floor < len(seen) else [s for s in seen if s < note.floor]
+            seen.difference_update(below)
+            floor = self._floor[sender] = note.floor
         if note.seq < floor or note.seq in seen:
             return False
         seen.add(note.seq)

@@ -55,8 +55,10 @@ def backward(
         raise UsageError(f"backward takes a list of roots, not {type(roots).__name__}: backward(context_id, [loss])")
     if not roots:
         raise UsageError("backward was given no roots: backward(context_id, [loss])")
-    with Scope(known):
-        tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
+    tensors: Sequence[Any] = roots
+    if any([isinstance(root, RRef) for root in roots]):
+        with Scope(known):
+            tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
     gradients = _root_gradients(tensors, grad_tensors)
     # As in torch, a no_grad around it says nothing; but this thread will open what other workers send.
     with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -134,7 +135,7 @@ class Registry:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
-        self._ended: dict[int, None] = {}  # the last ones, oldest first
+        self._ended: OrderedDict[int, None] = OrderedDict()  # the last ones, oldest first
 
     def new(self) -> Context:
         context = Context((self._worker << _WORKER_SHIFT) | next(self._numbers))
@@ -197,7 +198,7 @@ class Registry:
             context = self._known.pop(context_id, None)
             self._ended[context_id] = None
             if len(self._ended) > _REMEMBERED:
-                del self._ended[next(iter(self._ended))]
+                self._ended.popitem(last=False)
         if context is not None:
             context.ended = True
         return context

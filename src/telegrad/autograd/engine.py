@@ -164,16 +164,18 @@ class Engine:
 
     def _join(self, sender: int, head: PassHead) -> Pass | None:
         """The pass of a message that came; None if it has failed, or its context has ended."""
-        pass_id = GlobalId(*head.pass_id)
         context = self.registry.find(head.context_id)
+        pass_id = GlobalId(*head.pass_id)
         if context is None:
             self._report_failure(pass_id, TelegradError(f"context {head.context_id} has ended on this worker"))
             return None
         root, number = pass_id
+        known: Pass | None = context.passes.get(pass_id)
+        if root == self._me:
+            return known  # None: it has failed, and this came late
+        if known is not None and known.head.floor >= head.floor:
+            return known
         with self._lock:
-            if root == self._me:
-                mine: Pass | None = context.passes.get(pass_id)
-                return mine  # None: it has failed, and this came late
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
             over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]
             ended = [context.passes.pop(old) for old in over]
@@ -203,7 +205,7 @@ class Engine:
         if this is None:
             return
         try:
-            tensors = open_value() if any(parts for _, parts, _ in payload.messages) else []
+            tensors = open_value() or []
             came = unpack(payload.messages, tensors)
             del tensors  # a leaf may take one of them over, if nobody else holds it
             with this.lock:

@@ -24,6 +24,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from telegrad.autograd.functions import ANCHOR, Recv, RecvRpc, SendRpc
 
 Edge = tuple[Node | None, int]
+Reached = dict[Recv, dict[int, Node]]  # messages, and the nodes of those tensors of them that are reached
 
 _ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
 _RECEIVE: Any = RecvRpc._backward_cls
@@ -36,7 +37,7 @@ class Unit:
 
     sources: list[int]
     leaves: list[Node] = field(default_factory=list)
-    recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
+    recvs: Reached = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)  # all between; known only where sources may meet
     is_quick: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
 
@@ -54,10 +55,10 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
     taker: dict[Recv, int] = {}  # and to a message: its gradients go together
     parent = list(range(len(sources)))
     leaves: list[set[Node]] = []
-    recvs: list[dict[Recv, set[int]]] = []
+    recvs: list[Reached] = []
     for index, (_, edges) in enumerate(sources):
         mine: set[Node] = set()
-        received: dict[Recv, set[int]] = {}
+        received: Reached = {}
         todo = list(edges)
         while todo:
             node: Any = todo.pop()[0]
@@ -68,7 +69,7 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
                 mine.add(node)
                 continue
             if kind is _RECEIVE:
-                received.setdefault(node.recv, set()).add(node.part)
+                received.setdefault(node.recv, {})[node.part] = node
                 first = taker.setdefault(node.recv, index)
                 owner[node] = first
             else:
@@ -88,7 +89,7 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
     """As ``survey``, for one source that meets nobody."""
     seen: set[Node] = set()
     leaves: set[Node] = set()
-    recvs: dict[Recv, set[int]] = {}
+    recvs: Reached = {}
     todo = list(edges)
     while todo:
         node: Any = todo.pop()[0]
@@ -99,7 +100,7 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
         if kind is _ACCUMULATE:
             leaves.add(node)
         elif kind is _RECEIVE:
-            recvs.setdefault(node.recv, set()).add(node.part)
+            recvs.setdefault(node.recv, {})[node.part] = node
         else:
             todo.extend(node.next_functions)
     is_quick = _is_quick(seen)
@@ -165,7 +166,7 @@ def _units(
     sources: Sequence[tuple[int, Iterable[Edge]]],
     parent: list[int],
     leaves: Sequence[set[Node]],
-    recvs: Sequence[dict[Recv, set[int]]],
+    recvs: Sequence[Reached],
     owner: dict[Node, int],
 ) -> list[Unit]:
     units: dict[int, Unit] = {}
@@ -175,7 +176,7 @@ def _units(
         known = set(unit.leaves)
         unit.leaves += [leaf for leaf in leaves[index] if leaf not in known]
         for recv, parts in recvs[index].items():
-            unit.recvs.setdefault(recv, set()).update(parts)
+            unit.recvs.setdefault(recv, {}).update(parts)
     few = len(owner) <= _FEW
     if few or any(len(unit.sources) > 1 for unit in units.values()):
         for node, index in owner.items():
@@ -190,12 +191,12 @@ class Explorer:
     """What the live sources reach, as they become known one after the other."""
 
     def __init__(self) -> None:
-        self.reached: dict[Recv, set[int]] = {}  # and which of their tensors
+        self.reached: Reached = {}
         self._seen: set[Node] = set()
 
-    def explore(self, edges: Iterable[Edge]) -> dict[Recv, set[int]]:
+    def explore(self, edges: Iterable[Edge]) -> Reached:
         """Follows these edges; the recvs and tensors of them that were not known to be reached."""
-        new: dict[Recv, set[int]] = {}
+        new: Reached = {}
         seen = self._seen
         todo = list(edges)
         while todo:
@@ -204,8 +205,8 @@ class Explorer:
                 continue
             seen.add(node)
             if type(node) is _RECEIVE:
-                self.reached.setdefault(node.recv, set()).add(node.part)
-                new.setdefault(node.recv, set()).add(node.part)
+                self.reached.setdefault(node.recv, {})[node.part] = node
+                new.setdefault(node.recv, {})[node.part] = node
             else:
                 todo.extend(node.next_functions)
         return new

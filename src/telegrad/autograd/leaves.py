@@ -29,6 +29,8 @@ class Leaves:
         gradients: Sequence[Tensor | None],
     ) -> None:
         """Adds what torch's engine computed."""
+        if not leaves:
+            return
         differentiable = this.head.create_graph
         taken = set() if differentiable else {_address(tensor) for tensor in this.root_gradients}
         own: list[tuple[Node, Any, Tensor]] = []
@@ -76,9 +78,12 @@ def _own(gradient: Tensor, taken: set[int]) -> Tensor:
         parts = (gradient._indices(), gradient._values())
     else:
         return gradient.clone()
+    addresses = set()
     for part in parts:
         memory = part.untyped_storage()
-        if memory.data_ptr() in taken or memory.nbytes() != part.nbytes:
+        address = memory.data_ptr()
+        if address in taken or memory.nbytes() != part.nbytes:
             return gradient.clone()
-    taken.update([part.untyped_storage().data_ptr() for part in parts])
+        addresses.add(address)
+    taken |= addresses
     return gradient

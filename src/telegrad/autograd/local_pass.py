@@ -87,13 +87,15 @@ class LocalPass:
 
     def came(self, sources: Iterable[int]) -> list[Job]:
         """Gradients have come together; the jobs to run."""
-        for source in sources:
-            if source not in self._by_source:
-                raise LookupError(f"a gradient came for message {source}, which was never sent in this context")
+        try:
+            jobs = [self._by_source[source] for source in sources]
+        except KeyError as error:
+            raise LookupError(
+                f"a gradient came for message {error.args[0]}, which was never sent in this context"
+            ) from None
         self.arrived.update(sources)
         ready = []
-        for source in sources:
-            job = self._by_source[source]
+        for source, job in zip(sources, jobs, strict=True):
             if job.state is State.BLOCKED:
                 if job.blocked_on == source:
                     job.state, job.blocked_on = State.RUNNING, None
@@ -123,7 +125,10 @@ class LocalPass:
             self.flow.active += 1
         else:
             del self.curious[job]
-        job.sources = sorted([source for source in sources if live is None or source in live], reverse=True)
+        if len(sources) == 1:
+            job.sources = sources
+        else:
+            job.sources = sorted([source for source in sources if live is None or source in live], reverse=True)
         job.state = State.RUNNING
         return True
 

@@ -6,15 +6,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.functions import Recv, SendRpc
-from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
+from telegrad.autograd.functions import SendRpc
+from telegrad.autograd.graph import DEEP, Edge, Explorer, Reached, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
 from telegrad.autograd.reducers import Reduction, any_known, reducing
@@ -23,6 +23,14 @@ from telegrad.ids import GlobalId
 from telegrad.wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
 
 Notes = list[tuple[int, NotePayload]]
+
+
+class Entry(NamedTuple):
+    """Where torch's engine starts, and with what."""
+
+    edges: list[GradientEdge]
+    gradients: list[Tensor]
+    is_gated: bool  # at some sends, which find their gradients themselves, and may have to wait
 
 
 class Pass:
@@ -48,7 +56,6 @@ class Pass:
         self.lock = threading.Lock()
         self._changed: threading.Condition | None = None  # made by the first that waits
         self.local = LocalPass(worker, self.is_root, head.fast)
-        self.plan = Plan(self.is_root)
         self.gradients: dict[int, dict[int, Tensor | None]] = {}
         self.told: set[int] = set()  # whom this worker drew into the pass
         self.asked = False  # the root knows, or will, that this worker is curious
@@ -58,11 +65,18 @@ class Pass:
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self.reductions: dict[int, Reduction] = {}  # by module
         self._surveyed = False
+        self._plan: Plan | None = None  # most passes need none
         self._explorer: Explorer | None = None
 
     @property
+    def plan(self) -> Plan:
+        if self._plan is None:
+            self._plan = Plan(self.is_root)
+        return self._plan
+
+    @property
     def explorer(self) -> Explorer:
-        """What the wave found; most passes need none."""
+        """What the wave found."""
         if self._explorer is None:
             self._explorer = Explorer()
         return self._explorer
@@ -135,8 +149,8 @@ class Pass:
         """After any event, under the lock: what to say to whom, and what to run."""
         notes: Notes = []
         jobs: list[Job] = []
-        local, plan = self.local, self.plan
-        if self.error is not None:
+        local, flow = self.local, self.local.flow
+        if self.error is not None or (flow.active and not local.curious and self._plan is None):
             return notes, jobs
         if local.curious and not self.asked:
             self.asked = True
@@ -144,16 +158,16 @@ class Pass:
                 notes += self.start_wave()
             else:
                 notes.append((self.id.created_on, PlanWanted(self.id)))
-        if plan.started:
+        if (plan := self._plan) is not None and plan.started:
             for to, count, owed in plan.wave.settle():
                 notes.append((to, Explored(self.id, count, owed, tuple(plan.curious))))
             if self.is_root and plan.ends():
                 notes += [(worker, PlanKnown(self.id)) for worker in plan.curious]
                 jobs += local.plan_known(plan.live)
         local.reduces = bool(self.reductions) and any(self.reductions.values())
-        for to, count, owed in local.flow.settle():
+        for to, count, owed in flow.settle():
             notes.append((to, Finished(self.id, count, owed, local.report())))
-        if local.flow.over and not self.over:
+        if flow.over and not self.over:
             local.report()
             self.over = True
             self.tell()
@@ -181,7 +195,7 @@ class Pass:
         came = self.gradients.get(source)
         return sorted(came if came is not None else self.plan.live.get(source, ()))
 
-    def reached(self, job: Job) -> dict[Recv, set[int]]:
+    def reached(self, job: Job) -> Reached:
         """Which tensors of which messages get a gradient from this job, be it an undefined one.
 
         The survey looked at all that a source may reach; a message of which only some tensors are live reaches less.
@@ -189,7 +203,7 @@ class Pass:
         unit = job.unit
         if not unit.recvs or (self.head.fast and len(job.sources) > 1) or self._is_whole(job):
             return unit.recvs
-        if self.plan.known and len(unit.sources) > 1:
+        if len(unit.sources) > 1 and self.plan.known:
             return self.explorer.reached
         edges: list[Edge] = []
         for source in job.sources:
@@ -212,13 +226,14 @@ class Pass:
         """Whether all that it needs has come."""
         return all(source == ROOT or source in self.gradients for source in job.sources)
 
-    def entries(self, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where torch's engine starts, newest first, and with what.
+    def entry_of(self, jobs: Sequence[Job]) -> Entry:
+        """Where torch's engine starts with these jobs, newest first, and with what.
 
         Where all has come it starts below the sends; else at them, and they find their gradients themselves.
         """
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
+        is_gated = False
         if len(jobs) > 1:
             _put_in_order([job.unit for job in jobs])
         for job in jobs:
@@ -233,6 +248,7 @@ class Pass:
                 for part in self.live_parts(job, source):
                     gradient = self.gradients[source].get(part) if complete else None
                     if gradient is None:
+                        is_gated = True
                         gates.append(nodes[part])
                         edges.append(GradientEdge(nodes[part], 0))
                         gradients.append(_NOTHING)
@@ -243,7 +259,13 @@ class Pass:
                         gradients.append(gradient)
             if not complete:
                 _put_gates_last(job.unit, gates)
-        return edges, gradients
+        return Entry(edges, gradients, is_gated)
+
+    def forget_gradients(self, jobs: Sequence[Job]) -> None:
+        """They were used, and a leaf may take one over if nobody else holds it."""
+        for job in jobs:
+            for source in job.sources:
+                self.gradients.pop(source, None)
 
     def wait_for(self, ready: Callable[[], bool]) -> bool:
         """Waits until that, or until the pass has ended; False if the deadline comes first."""
@@ -261,7 +283,7 @@ class Pass:
     def awaited(self) -> int | None:
         """One of the workers that must speak before the pass can end."""
         with self.lock:
-            waits = self.local.flow.awaited or self.plan.wave.awaited
+            waits = self.local.flow.awaited or (self.plan.wave.awaited if self._plan is not None else set())
             return next(iter(waits), None)
 
     def zeros(self, message_id: int, part: int) -> Tensor | None:

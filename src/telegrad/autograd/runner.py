@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import copy_of
 from telegrad.autograd.context import Scope
-from telegrad.autograd.functions import ANCHOR, Recv, here
-from telegrad.autograd.graph import is_leaf_alone
+from telegrad.autograd.functions import ANCHOR, Recv, here, is_watched
+from telegrad.autograd.graph import Reached, is_leaf_alone
 from telegrad.autograd.inquiry import nothing_came, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import Job
-from telegrad.autograd.passes import Notes, Pass
+from telegrad.autograd.passes import Entry, Notes, Pass
 from telegrad.autograd.reducers import Reduction
 from telegrad.autograd.turn import Letter, Turn
 from telegrad.errors import WorkerLostError
 
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+_torch_log = logging.getLogger("torch.autograd.graph")
+_has_accelerator = cache(torch.accelerator.is_available)
+
 _ANCHOR_EDGE = get_gradient_edge(ANCHOR)
 _LONG = 0.001  # seconds: the others should not wait longer for what a turn has done so far
+
+
+def run_backward(*args: Any) -> Any:
+    """What torch.autograd.grad calls in the end.
+
+    That would check its arguments first, for 10 us, and import sympy to do so, the first time, for half a second.  And
+    what it calls first prepares for the threads of accelerators, and for a log that nobody reads.
+    """
+    if _has_accelerator() or _torch_log.isEnabledFor(logging.DEBUG):
+        return _engine_run_backward(*args, accumulate_grad=False)
+    return _run_backward(*args, accumulate_grad=False)
 
 
 class Runner:
@@ -61,20 +80,22 @@ class Runner:
     def _take(self, turn: Turn) -> None:
         """Small units are faster one after the other, for under the GIL threads get in each other's way; after one that
         takes long, other threads get those that are left."""
-        sent, begun = time.monotonic(), time.thread_time()
+        sent = time.monotonic()
         while turn.todo and turn.this.error is None:
             jobs = turn.next_jobs()
             if turn.letters and not jobs[0].unit.is_quick:
                 self._send(turn)
+            begun = time.thread_time() if turn.todo else math.inf  # a system call; without others it says nothing
             self._run(turn, jobs)
             self._agent.pool.progress()
-            now, done = time.monotonic(), time.thread_time()
-            if done - begun > _LONG:
+            if not turn.todo:
+                continue
+            now = time.monotonic()
+            if time.thread_time() - begun > _LONG:
                 self._share(turn)
             elif now - sent > _LONG:
                 self._send(turn)
                 sent = now
-            begun = done
         self._send(turn)
 
     def _share(self, turn: Turn) -> None:
@@ -101,18 +122,20 @@ class Runner:
     # --- torch's engine -----------------------------------------------------------------------------------------
 
     def _run(self, turn: Turn, jobs: Sequence[Job]) -> None:
-        """Several units that have all they need, or one, in one call of torch's engine, on the calling thread."""
+        """Several units that have all they need, or one, on the calling thread."""
         this = turn.this
-        outer, here.run = here.run, _Run(self, turn, jobs)
-        # A hook may wait for another worker, and that one for what this turn has yet to send.
-        pool = self._agent.pool
-        outer_wait = pool.before_waiting(partial(self._share, turn))
         try:
-            with Scope(this.context):
-                self._compute(this, jobs)
+            entry = this.entry_of(jobs)
+            if is_leaf_alone(entry.edges) and self._leaves.after is None:
+                this.forget_gradients(jobs)
+                self._leaves.add(this, [entry.edges[0].node], entry.gradients)
+            elif entry.edges:
+                self._compute(turn, jobs, entry)
             if this.reductions:
                 with this.lock:
                     ready = this.reductions_after(jobs)
+                if any(ready):
+                    self._share(turn)  # they wait for their groups
                 self.reduce(this, ready)
             with this.lock:
                 if this.error is None:
@@ -123,40 +146,46 @@ class Runner:
                     turn.todo += more
         except BaseException as error:
             self._fail(this, error)
+
+    def _compute(self, turn: Turn, jobs: Sequence[Job], entry: Entry) -> None:
+        """In one call of torch's engine."""
+        this = turn.this
+        leaves, reached = jobs[0].unit.leaves, this.reached(jobs[0])
+        if len(jobs) > 1:
+            leaves = list(dict.fromkeys(leaf for job in jobs for leaf in job.unit.leaves))
+            reached = {recv: parts for job in jobs for recv, parts in this.reached(job).items()}
+        wanted = [GradientEdge(leaf, 0) for leaf in leaves]
+        run = _Run(self, turn, jobs, reached)
+        last = _captured(this, jobs, entry, reached)
+        if last is not None:
+            wanted += [GradientEdge(node, 0) for node in reached[last].values()]
+        elif reached:
+            wanted.append(_ANCHOR_EDGE)
+        if not wanted:
+            return
+        outer, here.run = here.run, run
+        # A hook may wait for another worker, and that one for what this turn has yet to send.
+        pool = self._agent.pool
+        outer_wait = pool.before_waiting(partial(self._share, turn))
+        try:
+            with Scope(this.context):
+                results: Sequence[Tensor | None] = run_backward(
+                    tuple(entry.edges),
+                    tuple(entry.gradients),
+                    this.head.retain_graph,
+                    this.head.create_graph,
+                    tuple(wanted),
+                    True,  # allow unused
+                )
+                entry.gradients.clear()
+                this.forget_gradients(jobs)
+                if last is not None:
+                    run.emit_all(last, results[len(leaves) :])
+                    results = results[: len(leaves)]
+                self._leaves.add(this, leaves, results)
         finally:
             here.run = outer
             pool.before_waiting(outer_wait)
-
-    def _compute(self, this: Pass, jobs: Sequence[Job]) -> None:
-        edges, gradients = this.entries(jobs)
-        leaves = jobs[0].unit.leaves
-        if len(jobs) > 1:
-            leaves = list(dict.fromkeys(leaf for job in jobs for leaf in job.unit.leaves))
-        results: Sequence[Tensor | None]
-        if is_leaf_alone(edges):
-            leaves, results = [edges[0].node], gradients
-        else:
-            wanted = [GradientEdge(leaf, 0) for leaf in leaves]
-            if any(job.unit.recvs for job in jobs):
-                wanted.append(_ANCHOR_EDGE)
-            if not wanted or not edges:
-                return
-            # What torch.autograd.grad calls in the end.  That would check its arguments first, for 10 us, and import
-            # sympy to do so, the first time, for half a second.
-            results = _engine_run_backward(
-                tuple(edges),
-                tuple(gradients),
-                this.head.retain_graph,
-                this.head.create_graph,
-                tuple(wanted),
-                True,  # allow unused
-                accumulate_grad=False,
-            )
-            del gradients
-        for job in jobs:
-            for source in job.sources:
-                this.gradients.pop(source, None)
-        self._leaves.add(this, leaves, results)
 
     def reduce(self, this: Pass, reductions: Iterable[Reduction]) -> None:
         """Hands what was held back to the modules that average it."""
@@ -207,7 +236,8 @@ class Runner:
                 counted = this.local.flow.sent(to)
                 this.told.add(to)
             try:
-                letter = turn.letters[to] = Letter(counted, self._agent.mail.bundle(to))
+                bundle = self._agent.mail.bundle(to, recorded=this.head.create_graph)
+                letter = turn.letters[to] = Letter(counted, bundle)
             except WorkerLostError:
                 raise self._lost(to) from None
         letter.add(recv.message_id, gradients)
@@ -215,20 +245,28 @@ class Runner:
             self._post_letter(this, to, turn.letters.pop(to))
 
 
+def _captured(this: Pass, jobs: Sequence[Job], entry: Entry, reached: Reached) -> Recv | None:
+    """The message whose nodes need not run, since they would be the last: their gradients can be asked for instead.
+
+    Where there are several, a hook that runs before the last may wait for what the gradients of another cause.
+    """
+    if len(reached) != 1 or entry.is_gated or this.head.create_graph or not jobs[0].unit.is_quick:
+        return None
+    [(recv, parts)] = reached.items()
+    return recv if not any([is_watched(node) for node in parts.values()]) else None
+
+
 class _Run:
     """What the nodes see of the engine call that runs them."""
 
     __slots__ = ("_alone", "_at_once", "_job", "_reached", "_ready", "_runner", "_turn")
 
-    def __init__(self, runner: Runner, turn: Turn, jobs: Sequence[Job]) -> None:
-        this = turn.this
+    def __init__(self, runner: Runner, turn: Turn, jobs: Sequence[Job], reached: Reached) -> None:
         self._runner, self._turn = runner, turn
-        self._job = jobs[0]  # of several, none waits for anything
-        self._at_once = this.head.create_graph or not all(job.unit.is_quick for job in jobs)
-        self._reached = this.reached(jobs[0])
-        if len(jobs) > 1:
-            self._reached = {recv: parts for job in jobs for recv, parts in this.reached(job).items()}
-        self._alone = len(self._reached) == 1 and not turn.todo and not turn.letters
+        self._job = jobs[0]  # of several, none waits for anything, and all are quick
+        self._at_once = turn.this.head.create_graph or not jobs[0].unit.is_quick
+        self._reached = reached
+        self._alone = len(reached) == 1 and not turn.todo and not turn.letters
         self._ready: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
 
     def gradient_for(self, message_id: int, part: int) -> Tensor | None:
@@ -239,3 +277,8 @@ class _Run:
         ready[part] = gradient
         if len(ready) == len(self._reached[recv]):
             self._runner.emit(self._turn, recv, self._ready.pop(recv), self._at_once, self._alone)
+
+    def emit_all(self, recv: Recv, gradients: Sequence[Tensor | None]) -> None:
+        """Those of all tensors of a message that are reached."""
+        together = dict(zip(self._reached[recv], gradients, strict=True))
+        self._runner.emit(self._turn, recv, together, self._at_once, self._alone)

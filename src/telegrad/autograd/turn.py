@@ -59,13 +59,15 @@ def _plain(gradient: Tensor) -> Tensor:
 
 def unpack(messages: Messages, tensors: Sequence[Tensor]) -> dict[int, dict[int, Tensor | None]]:
     """The gradients of a letter, by message and by which of its tensors they are for."""
-    if sum(len(parts) for _, parts, _ in messages) != len(tensors):
+    if sum([len(parts) for _, parts, _ in messages]) != len(tensors):
         raise ProtocolError(f"{len(tensors)} gradients came with a letter that speaks of others")
     following = iter(tensors)
-    return {
-        message_id: {**dict.fromkeys(undefined), **dict(zip(parts, following, strict=False))}
-        for message_id, parts, undefined in messages
-    }
+    came: dict[int, dict[int, Tensor | None]] = {}
+    for message_id, parts, undefined in messages:
+        came[message_id] = dict(zip(parts, following, strict=False))
+        if undefined:
+            came[message_id] = {**dict.fromkeys(undefined), **came[message_id]}
+    return came
 
 
 class Turn:

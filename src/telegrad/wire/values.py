@@ -94,10 +94,11 @@ def pack(
 class Bundle:
     """A list of tensors on its way to one peer, which may grow until it goes.  It needs no tree."""
 
-    __slots__ = ("_extra", "_metas", "_packed", "_route")
+    __slots__ = ("_extra", "_metas", "_packed", "_recorded", "_route")
 
-    def __init__(self, route: Route, lane: Lane | None = None) -> None:
+    def __init__(self, route: Route, lane: Lane | None = None, recorded: bool = True) -> None:
         self._route = route
+        self._recorded = recorded
         self._packed = Packed(lane)
         self._metas: tuple[TensorMeta, ...] = ()
         self._extra: Any = None
@@ -108,11 +109,12 @@ class Bundle:
             for tensor in tensors:
                 if type(tensor) is not Tensor and not in_table(tensor):
                     raise NotInTable
-            metas, extra = _pack_tensors(tensors, self._packed, self._route)
+            self._metas += pack_tensors(tensors, self._packed, self._route.device_for)
         except NotInTable:
             raise SerializationError("a tensor among them can only go through pickle") from None
-        self._extra = self._extra or extra
-        self._metas += metas
+        if self._recorded and self._route.outgoing is not None:
+            extra = self._route.outgoing(self._route.to, tensors)
+            self._extra = self._extra or extra
 
     @property
     def is_small(self) -> bool:
