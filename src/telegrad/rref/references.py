@@ -165,8 +165,8 @@ class References:
         self._expect_drops()
         with self._lock:
             fork_id, instructions = self.ledger.receive(fork)
-            if fork.owner == self.agent.me.worker_id and fork_id is None:
-                self._owned.setdefault(fork.rref_id, Owned())
+            if fork.owner == self.agent.me.worker_id and fork_id is None and fork.rref_id not in self._owned:
+                self._owned[fork.rref_id] = Owned()
         handle = self._make_handle(self, fork, fork_id)
         self._carry_out(instructions)
         return handle
