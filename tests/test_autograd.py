@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import autograd, rpc
+from telegrad.autograd.attach import Attach
 from telegrad.errors import MissingGradientError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, cluster
@@ -858,6 +859,43 @@ def test_a_change_in_place_after_sending_does_not_reach_what_was_sent(trio: Clus
     check(trio, program)
 
 
+def test_a_change_in_place_while_the_other_side_works_does_not_reach_what_was_sent(trio: Cluster) -> None:
+    """A send is recorded after the message has left, but before the call returns."""
+
+    def program(call: Call) -> Tensor:
+        shared = WEIGHTS["a"] * 2
+        if call is locally:
+            result = times("b", shared.clone())
+            shared.mul_(WEIGHTS["a"])
+        else:
+            future = rpc.rpc_async("b", times, ("b", shared))
+            shared.mul_(WEIGHTS["a"])
+            result = future.wait()
+        return (result * shared).sum()
+
+    check(trio, program)
+
+
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_gradients_that_come_before_their_send_is_recorded(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch, grad_enabled: bool
+) -> None:
+    """Whoever needs it first records it, whatever mode that thread is in."""
+    monkeypatch.setattr(Attach, "sent", lambda self, extra: None)
+    for worker in trio:
+        monkeypatch.setattr(worker.agent.bodies, "sent", lambda extra: None)
+
+    def program(call: Call) -> Tensor:
+        return call("b", times, "b", WEIGHTS["a"].exp()).pow(2).sum()
+
+    expected = local_gradients(program)
+    with autograd.context() as context_id:
+        loss = program(by_sync)
+        with torch.set_grad_enabled(grad_enabled):
+            autograd.backward(context_id, [loss])
+        assert_same(gradients(trio, context_id), expected)
+
+
 def change_in_place(where: str, one: Tensor, other: Tensor) -> Tensor:
     one.mul_(3)
     other.add_(one).mul_(WEIGHTS[where])
@@ -1062,6 +1100,24 @@ def doubling_times(where: str, tensor: Tensor) -> Tensor:
     tensor = tensor * 1
     tensor.register_hook(lambda gradient: gradient * 2)
     return tensor * WEIGHTS[where]
+
+
+def with_node_hooks(where: str, tensor: Tensor) -> Tensor:
+    """Hooks of the node that stands for a received tensor, which fire only when torch runs it."""
+    node: Any = tensor.grad_fn
+    assert node.name() == "RecvRpcBackward"
+    node.register_prehook(lambda taken: see(taken[0]))
+    node.register_hook(lambda given, taken: see(taken[0]))
+    return tensor * WEIGHTS[where]
+
+
+@pytest.mark.parametrize("mode", ["smart", "fast"])
+def test_hooks_of_a_recv_itself_fire_once_with_the_whole_gradient(trio: Cluster, mode: Any) -> None:
+    SEEN.clear()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc.rpc_sync("b", with_node_hooks, ("b", WEIGHTS["a"].exp())).sum()], mode=mode)
+        torch.testing.assert_close(gradients(trio, context_id)["a"], WEIGHTS["a"].exp() * WEIGHTS["b"])
+    torch.testing.assert_close(SEEN, [WEIGHTS["b"].detach()] * 2)
 
 
 def test_the_hook_of_a_tensor_that_gets_no_gradient_is_not_called(trio: Cluster) -> None:

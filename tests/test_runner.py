@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import Counter
@@ -457,7 +458,7 @@ def test_gradients_leave_at_once_where_something_is_computed_after_them(trio: Cl
 
 
 @both_modes
-def test_a_letter_that_nothing_can_join_leaves_from_within_the_engine(
+def test_a_letter_that_nothing_can_join_leaves_before_the_turn_ends(
     trio: Cluster, monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
     """But not the one that may take along that its sender has finished."""
@@ -472,6 +473,44 @@ def test_a_letter_that_nothing_can_join_leaves_from_within_the_engine(
     sent = check(trio, lambda call: call("b", branch, "b", 1, WEIGHTS["a"]).sum(), mode)
     assert letters(sent, "a", "b") == letters(sent, "b", "a") == [1]
     assert leaves == [(True, True), (False, False)]
+
+
+# --- torch's engine ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["an accelerator", "a log"])
+def test_what_torch_prepares_for_is_left_to_torch(trio: Cluster, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    prepared, calls = runner._engine_run_backward, []
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(options)
+        return prepared(*args, **options)
+
+    monkeypatch.setattr(runner, "_engine_run_backward", counted)
+    check(trio, fan_out)
+    assert not calls
+    if what == "an accelerator":
+        monkeypatch.setattr(runner, "_has_accelerator", lambda: True)
+    else:
+        monkeypatch.setattr(runner._torch_log, "level", logging.DEBUG)
+        runner._torch_log.manager._clear_cache()
+    try:
+        check(trio, fan_out)
+    finally:
+        monkeypatch.undo()
+        runner._torch_log.manager._clear_cache()
+    assert calls == [{"accumulate_grad": False}] * 3
+
+
+@both_modes
+def test_a_recv_that_would_run_last_does_not_run(trio: Cluster, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    ran: list[int] = []
+    emit = runner._Run.emit
+    monkeypatch.setattr(runner._Run, "emit", lambda self, *args: (ran.append(1), emit(self, *args))[1])
+    check(trio, lambda call: call("b", branch, "b", 1, WEIGHTS["a"].exp()).sum(), mode)
+    assert not ran
+    check(trio, lambda call: fan_out(call, 2), mode)
+    assert ran, "of two, a hook before the second may wait for what the first causes"
 
 
 @both_modes

@@ -631,6 +631,12 @@ def test_the_interceptor_sees_each_add_and_the_first_word_counts():
     assert bundle.parcel().body.extra == [1, "word"]
 
 
+def test_the_interceptor_does_not_see_a_bundle_that_is_not_recorded():
+    bundle = Bundle(Route(1, outgoing=lambda to, tensors: pytest.fail("it was asked")), recorded=False)
+    bundle.add([filled(1, SMALL)])
+    assert bundle.parcel().body.extra is None
+
+
 # --- functions ------------------------------------------------------------------------------------------------------
 
 
