@@ -54,7 +54,7 @@ def backward(
     if not roots:
         raise UsageError("backward was given no roots: backward(context_id, [loss])")
     tensors: Sequence[Any] = roots
-    if any([isinstance(root, RRef) for root in roots]):
+    if any(isinstance(root, RRef) for root in roots):
         with Scope(known):
             tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
     gradients = _root_gradients(tensors, grad_tensors)

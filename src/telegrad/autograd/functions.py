@@ -97,7 +97,7 @@ ANCHOR = torch.zeros((), requires_grad=True)
 
 def _watched(name: str) -> Any:
     """A way to hook into a recv itself, and not its tensor: torch's own, with a mark."""
-    register = getattr(RecvRpc._backward_cls, name)  # type: ignore[attr-defined]
+    register = getattr(RecvRpc._backward_cls, name)
 
     def register_and_mark(node: Any, hook: Any) -> Any:
         node.watched = True
@@ -107,7 +107,7 @@ def _watched(name: str) -> Any:
 
 
 for _name in ("register_hook", "register_prehook"):
-    setattr(RecvRpc._backward_cls, _name, _watched(_name))  # type: ignore[attr-defined]
+    setattr(RecvRpc._backward_cls, _name, _watched(_name))
 
 
 def is_watched(recv: Any) -> bool:

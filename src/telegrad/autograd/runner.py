@@ -26,7 +26,7 @@ from telegrad.autograd.reducers import Reduction
 from telegrad.autograd.turn import Letter, Turn
 from telegrad.errors import WorkerLostError
 
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _torch_log = logging.getLogger("torch.autograd.graph")
 _has_accelerator = cache(torch.accelerator.is_available)
 
@@ -253,7 +253,7 @@ def _captured(this: Pass, jobs: Sequence[Job], entry: Entry, reached: Reached) -
     if len(reached) != 1 or entry.is_gated or this.head.create_graph or not jobs[0].unit.is_quick:
         return None
     [(recv, parts)] = reached.items()
-    return recv if not any([is_watched(node) for node in parts.values()]) else None
+    return recv if not any(is_watched(node) for node in parts.values()) else None
 
 
 class _Run:
