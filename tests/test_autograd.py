@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import autograd, rpc
-from telegrad.autograd.attach import Attach
+from telegrad.agent.memory import MemoryLink
 from telegrad.errors import MissingGradientError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, cluster
@@ -860,8 +861,6 @@ def test_a_change_in_place_after_sending_does_not_reach_what_was_sent(trio: Clus
 
 
 def test_a_change_in_place_while_the_other_side_works_does_not_reach_what_was_sent(trio: Cluster) -> None:
-    """A send is recorded after the message has left, but before the call returns."""
-
     def program(call: Call) -> Tensor:
         shared = WEIGHTS["a"] * 2
         if call is locally:
@@ -876,24 +875,35 @@ def test_a_change_in_place_while_the_other_side_works_does_not_reach_what_was_se
     check(trio, program)
 
 
-@pytest.mark.parametrize("grad_enabled", [True, False])
-def test_gradients_that_come_before_their_send_is_recorded(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch, grad_enabled: bool
+KEPT: dict[str, Tensor] = {}
+
+
+def keep(tensor: Tensor) -> Tensor:
+    KEPT["answer"] = tensor * 1
+    return KEPT["answer"]
+
+
+def change_what_was_kept() -> None:
+    KEPT.pop("answer").mul_(10)
+
+
+def test_a_later_call_that_changes_an_answer_in_place_does_not_reach_what_was_sent(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever needs it first records it, whatever mode that thread is in."""
-    monkeypatch.setattr(Attach, "sent", lambda self, extra: None)
-    for worker in trio:
-        monkeypatch.setattr(worker.agent.bodies, "sent", lambda extra: None)
+    """However late the thread that answered is: all that belongs to a message is done before it leaves."""
+    send = MemoryLink.send
 
-    def program(call: Call) -> Tensor:
-        return call("b", times, "b", WEIGHTS["a"].exp()).pow(2).sum()
+    def slow(self: Any, message: Any, *rest: Any, **options: Any) -> None:
+        send(self, message, *rest, **options)
+        if isinstance(message, messages.Reply):
+            time.sleep(0.05)
 
-    expected = local_gradients(program)
+    monkeypatch.setattr(MemoryLink, "send", slow)
     with autograd.context() as context_id:
-        loss = program(by_sync)
-        with torch.set_grad_enabled(grad_enabled):
-            autograd.backward(context_id, [loss])
-        assert_same(gradients(trio, context_id), expected)
+        answer = rpc.rpc_sync("b", keep, (WEIGHTS["a"].exp(),))
+        rpc.rpc_sync("b", change_what_was_kept)
+        autograd.backward(context_id, [answer.sum()])
+        torch.testing.assert_close(autograd.get_gradients(context_id)[WEIGHTS["a"]], WEIGHTS["a"].exp().detach())
 
 
 def change_in_place(where: str, one: Tensor, other: Tensor) -> Tensor:
@@ -1113,11 +1123,10 @@ def with_node_hooks(where: str, tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["smart", "fast"])
 def test_hooks_of_a_recv_itself_fire_once_with_the_whole_gradient(trio: Cluster, mode: Any) -> None:
-    SEEN.clear()
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("b", with_node_hooks, ("b", WEIGHTS["a"].exp())).sum()], mode=mode)
         torch.testing.assert_close(gradients(trio, context_id)["a"], WEIGHTS["a"].exp() * WEIGHTS["b"])
-    torch.testing.assert_close(SEEN, [WEIGHTS["b"].detach()] * 2)
+    torch.testing.assert_close(seen(), [WEIGHTS["b"].detach()] * 2)
 
 
 def test_the_hook_of_a_tensor_that_gets_no_gradient_is_not_called(trio: Cluster) -> None:
@@ -1694,3 +1703,41 @@ def test_without_create_graph_gradients_have_no_history(trio: Cluster) -> None:
     with autograd.context() as context_id:
         autograd.backward(context_id, [nested(by_sync)], create_graph=True)
         assert all(gradient.requires_grad for gradient in gradients(trio, context_id).values())
+
+
+# --- a leaf that is itself a root, or was sent itself ---------------------------------------------------------------
+
+
+def test_a_leaf_gets_a_gradient_of_its_own_type(trio: Cluster) -> None:
+    leaf = WEIGHTS["a"]
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [leaf], grad_tensors=[torch.ones(3, dtype=torch.float32)])
+        assert autograd.get_gradients(context_id)[leaf].dtype is torch.float64
+    with autograd.context() as context_id, pytest.raises(RuntimeError, match=r"[Cc]omplex"):
+        autograd.backward(context_id, [leaf], grad_tensors=[torch.ones(3, dtype=torch.complex128)])
+
+
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_gradient_in_a_context_needs_none_itself(trio: Cluster, sent: bool) -> None:
+    leaf, given = WEIGHTS["a"], torch.ones(3, dtype=torch.float64, requires_grad=True)
+    with autograd.context() as context_id:
+        root = rpc.rpc_sync("b", torch.Tensor.clone, (leaf,)) if sent else leaf
+        autograd.backward(context_id, [root], grad_tensors=[given])
+        found = autograd.get_gradients(context_id)[leaf]
+    assert not found.requires_grad
+    assert found.data_ptr() != given.data_ptr()
+
+
+def turned(tensor: Tensor) -> Tensor:
+    return (tensor + KEPT["weight"]).t() * 3
+
+
+def test_a_leaf_does_not_take_over_memory_that_may_have_to_be_sent_again(trio: Cluster) -> None:
+    KEPT["weight"] = torch.ones(100, 100, dtype=torch.float64, requires_grad=True)
+    KEPT["weight"].register_post_accumulate_grad_hook(lambda weight: weight.grad.zero_())  # type: ignore[union-attr]
+    trio.fault("drop", messages.Gradients, sender="b", count=1)
+    leaf = torch.ones(100, 100, dtype=torch.float64, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [(rpc.rpc_sync("b", turned, (leaf,)) * 1).sum()])
+        assert autograd.get_gradients(context_id)[leaf].unique().tolist() == [3.0]
+    del KEPT["weight"]

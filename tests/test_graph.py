@@ -16,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from telegrad.autograd import graph
 from telegrad.autograd.functions import Recv, receive, send_node
-from telegrad.autograd.graph import Edge, Explorer, Graveyard, Reached, Unit, has_hooks, survey
+from telegrad.autograd.graph import Edge, Explorer, Graveyard, Unit, has_hooks, survey
 
 Source = tuple[int, list[Edge]]
 
@@ -87,15 +87,11 @@ def expected_units(sources: list[Source]) -> list[list[int]]:
         groups[i] = (groups[i][0] + names, groups[i][1] | nodes)
 
 
-def recvs_of(edges: Iterable[Edge]) -> Reached:
-    recvs: Reached = {}
+def recvs_of(edges: Iterable[Edge]) -> dict[Recv, set[int]]:
+    recvs: dict[Recv, set[int]] = {}
     for node in filter(is_recv, reached(edges)):
-        recvs.setdefault(node.recv, {})[node.part] = node
+        recvs.setdefault(node.recv, set()).add(node.part)
     return recvs
-
-
-def parts_of(unit: Unit) -> dict[Recv, set[int]]:
-    return {recv: set(parts) for recv, parts in unit.recvs.items()}
 
 
 def recvs_are_oldest(nodes: Iterable[Any]) -> bool:
@@ -196,14 +192,14 @@ def test_units_and_what_they_reach(sources: list[Source]) -> None:
 def test_the_explorer_finds_each_part_of_each_recv_once(sources: list[Source]) -> None:
     explorer = Explorer()
     so_far: list[Edge] = []
-    found: Reached = {}
+    found: dict[Recv, set[int]] = {}
     for _, edges in sources:
         new = explorer.explore(edges)
         so_far += edges
         for recv, parts in new.items():
             assert parts
-            assert not parts.keys() & found.get(recv, {}).keys()
-            found.setdefault(recv, {}).update(parts)
+            assert not parts & found.get(recv, set())
+            found.setdefault(recv, set()).update(parts)
         assert found == recvs_of(so_far)
         assert explorer.reached == found
         assert explorer.explore(edges) == {}
@@ -240,7 +236,7 @@ def test_sources_that_share_a_received_message_meet_whatever_tensor_of_it_they_u
     one, other = received(1, 2)
     assert units_of([one * 2], [other * 2]) == [[0, 1]]
     (unit,), _ = survey([(0, [edge(one * 2)]), (1, [edge(other * 2)])])
-    assert parts_of(unit) == {Recv(0, 1, 1): {0, 1}}
+    assert unit.recvs == {Recv(0, 1, 1): {0, 1}}
 
 
 def test_the_nodes_of_sources_that_meet_include_what_was_received() -> None:
@@ -263,7 +259,7 @@ def test_outputs_of_one_node_are_one_node() -> None:
 def test_a_part_that_was_not_used_is_not_reached() -> None:
     parts = received(1, 3)
     (unit,) = check_survey([(0, [edge(parts[0] * parts[2])])])
-    assert parts_of(unit) == {Recv(0, 1, 1): {0, 2}}
+    assert unit.recvs == {Recv(0, 1, 1): {0, 2}}
     assert unit.leaves == []
 
 

@@ -458,7 +458,7 @@ def test_gradients_leave_at_once_where_something_is_computed_after_them(trio: Cl
 
 
 @both_modes
-def test_a_letter_that_nothing_can_join_leaves_before_the_turn_ends(
+def test_a_letter_that_nothing_can_join_leaves_from_within_the_engine(
     trio: Cluster, monkeypatch: pytest.MonkeyPatch, mode: Mode
 ) -> None:
     """But not the one that may take along that its sender has finished."""
@@ -473,6 +473,69 @@ def test_a_letter_that_nothing_can_join_leaves_before_the_turn_ends(
     sent = check(trio, lambda call: call("b", branch, "b", 1, WEIGHTS["a"]).sum(), mode)
     assert letters(sent, "a", "b") == letters(sent, "b", "a") == [1]
     assert leaves == [(True, True), (False, False)]
+
+
+# --- units beside each other ------------------------------------------------------------------------------------
+
+
+class Scale(torch.autograd.Function):
+    """Uses the memory of its gradient again."""
+
+    memory = torch.empty(3, dtype=torch.float64)
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return torch.mul(gradient, ctx.factor, out=Scale.memory), None
+
+
+def scaled_weight() -> Tensor:
+    return Scale.apply(WEIGHTS["b"] * 1, 7.0)  # type: ignore[no-any-return]
+
+
+def scaled_tensor(tensor: Tensor) -> Tensor:
+    return Scale.apply(tensor, 3.0)  # type: ignore[no-any-return]
+
+
+@both_modes
+def test_a_unit_that_received_nothing_does_not_spoil_what_another_sends(trio: Cluster, mode: Mode) -> None:
+    def program(call: Call) -> Tensor:
+        own, received = call("b", scaled_weight), call("b", scaled_tensor, WEIGHTS["a"].exp())
+        return (own * received.detach() + received).sum()
+
+    check(trio, program, mode)
+
+
+def sink(tensor: Tensor) -> Tensor:
+    return tensor.sum()
+
+
+def for_nothing(tensor: Tensor) -> Tensor:
+    result = WEIGHTS["b"].tanh()
+    rpc.rpc_sync("c", sink, (result * tensor,))
+    return result
+
+
+def late(tensor: Tensor) -> Tensor:
+    result = tensor * 1
+    result.register_hook(lambda _: time.sleep(0.1))
+    return result * 1
+
+
+def test_a_unit_whose_recvs_are_dead_sends_nothing_for_those_of_another(trio: Cluster) -> None:
+    with autograd.context() as context_id:
+        dead = rpc.rpc_sync("b", for_nothing, (WEIGHTS["a"],))
+        live = rpc.rpc_sync("c", late, (rpc.rpc_sync("b", torch.mul, (WEIGHTS["another of a"], 3.0)),))
+        with notes_of(trio) as sent:
+            autograd.backward(context_id, [dead.sum() + live.sum()])
+        found = gradients(trio, context_id)
+    assert found["another of a"].tolist() == [3.0] * 3
+    assert "a" not in found
+    assert sum(letters(sent, "b", "a")) == 1
 
 
 # --- torch's engine ---------------------------------------------------------------------------------------------
@@ -500,17 +563,6 @@ def test_what_torch_prepares_for_is_left_to_torch(trio: Cluster, monkeypatch: py
         monkeypatch.undo()
         runner._torch_log.manager._clear_cache()
     assert calls == [{"accumulate_grad": False}] * 3
-
-
-@both_modes
-def test_a_recv_that_would_run_last_does_not_run(trio: Cluster, monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
-    ran: list[int] = []
-    emit = runner._Run.emit
-    monkeypatch.setattr(runner._Run, "emit", lambda self, *args: (ran.append(1), emit(self, *args))[1])
-    check(trio, lambda call: call("b", branch, "b", 1, WEIGHTS["a"].exp()).sum(), mode)
-    assert not ran
-    check(trio, lambda call: fan_out(call, 2), mode)
-    assert ran, "of two, a hook before the second may wait for what the first causes"
 
 
 @both_modes

@@ -186,8 +186,6 @@ class Agent:
             if future is not None:
                 future._help = lambda wait: self.outcomes.help_future(waiting, wait)
             link.send(message(waiting.call_id, parcel.body), parcel.stream)
-            if parcel.body.extra is not None:
-                self.bodies.sent(parcel.body.extra)  # while the other side works
         except BaseException:
             self._forget_call(peer, ticket)
             raise
@@ -270,8 +268,6 @@ class Agent:
             self.answer_failure(link, call_id, error)
             return
         link.send(Reply(call_id, parcel.body), parcel.stream, more=True)
-        if parcel.body.extra is not None:
-            self.bodies.sent(parcel.body.extra)
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
@@ -283,8 +279,6 @@ class Agent:
             tells_where=self.options.allow_pickle,
         )
         link.send(failure, parcel.stream)
-        if parcel.body.extra is not None:
-            self.bodies.sent(parcel.body.extra)
 
     # --- waiting for more than an answer ------------------------------------------------------------------------
 

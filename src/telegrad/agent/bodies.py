@@ -33,14 +33,12 @@ class _Borrowed(NamedTuple):
 
 
 class Bodies:
-    """The outgoing interceptor is part of a peer's route; ``incoming``, ``sent`` and ``make_reference`` are set by the
-    worker."""
+    """The outgoing interceptor is part of a peer's route; ``incoming`` and ``make_reference`` are set by the worker."""
 
     def __init__(self, allow_pickle: bool, word: bytes) -> None:
         self.buffers = BufferPool()
         self.shelf = Shelf(word)
         self.incoming: Incoming | None = None
-        self.sent: Callable[[Any], None] = lambda extra: None  # the body with what the outgoing interceptor said left
         self.make_reference: Callable[[RRefFork], Any] = _no_references
         self._allow_pickle = allow_pickle
         self._windows: dict[int, Window] = {}
@@ -69,8 +67,6 @@ class Bodies:
 
     def close(self, link: Link, bundle: values.Bundle) -> values.Parcel:
         parcel = bundle.parcel()
-        if parcel.body.extra is not None:
-            self.sent(parcel.body.extra)
         for slab in parcel.slabs:
             link.held[slab.number] = slab
         return parcel

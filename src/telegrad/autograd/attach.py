@@ -1,4 +1,4 @@
-"""The points at which autograd touches a message: when it goes out, when it has left, and when it comes in.
+"""The two points at which autograd touches a message: one that goes out, and one that comes in.
 
 What travels is ``[context id, message id, which tensors of the body]``.  A request carries its context always, for
 what the callee computes with its own parameters may need a gradient; a message without such tensors has the id 0.
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from telegrad.autograd.context import Registry, Scope, Send, current_context, needing_gradient
-from telegrad.autograd.functions import Recv, receive
+from telegrad.autograd.functions import Recv, receive, send_node
 from telegrad.errors import ProtocolError
 
 NO_MESSAGE = 0
@@ -39,15 +39,10 @@ class Attach:
         if not indices:
             return [context.id, NO_MESSAGE, []]
         message_id = next(self._message_ids)
-        context.sends[message_id] = Send(message_id, to, [tensors[index] for index in indices])
+        # Before it leaves: once it has come, another call may change these tensors in place.
+        parts = tuple([send_node(message_id, part, tensors[index]) for part, index in enumerate(indices)])
+        context.sends[message_id] = Send(message_id, to, parts)
         return [context.id, message_id, indices]
-
-    def sent(self, extra: Any) -> None:
-        """What ``outgoing`` made has left: records it, before whoever sent it can change the tensors in place."""
-        context_id, message_id, _ = extra
-        context = self._registry.find(context_id) if message_id != NO_MESSAGE else None
-        if context is not None and message_id in context.sends:
-            context.sends[message_id].record()
 
     def incoming(self, sender: int, extra: Any, tensors: list[Tensor]) -> Scope | None:
         """Replaces the tensors that need a gradient by such with a history."""

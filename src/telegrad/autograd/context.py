@@ -8,13 +8,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad.autograd.functions import send_node
 from telegrad.errors import UnknownWorkerError, UsageError
 from telegrad.ids import GlobalId
 
@@ -24,36 +24,13 @@ _WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
 _REMEMBERED = 4096  # ended contexts whose late messages are recognised
 
 
+@dataclass(frozen=True, slots=True)
 class Send:
-    """A message that went out with tensors that need a gradient.
+    """A message that went out with tensors that need a gradient."""
 
-    It is noted before the message leaves, and recorded in torch's graph while the other side works, or when somebody
-    wants to see its nodes.
-    """
-
-    __slots__ = ("_lock", "_parts", "_tensors", "message_id", "to")
-
-    def __init__(self, message_id: int, to: int, tensors: Sequence[Tensor]) -> None:
-        self.message_id = message_id
-        self.to = to
-        self._lock = threading.RLock()  # a signal handler may come in between
-        self._tensors = tensors
-        self._parts: tuple[Node, ...] | None = None
-
-    @property
-    def parts(self) -> tuple[Node, ...]:
-        """One node for each such tensor."""
-        if self._parts is None:
-            self.record()
-        assert self._parts is not None
-        return self._parts
-
-    def record(self) -> None:
-        with self._lock:
-            if self._parts is None:
-                with AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
-                    nodes = [send_node(self.message_id, part, tensor) for part, tensor in enumerate(self._tensors)]
-                self._parts, self._tensors = tuple(nodes), ()
+    message_id: int
+    to: int
+    parts: tuple[Node, ...]  # one node for each such tensor
 
     def describe(self, part: int) -> str:
         """What was sent, as torch's graph remembers it."""
@@ -76,7 +53,7 @@ class Context:
         self.nodes: set[Node] = set()
         self.floors: dict[int, int] = {}  # by root: its passes below that number are over, or have failed
         self._leaves: dict[int, Tensor] = {}  # by id: as keys, tensors cost 0.2 us for each look
-        self._gradients: dict[int, Tensor] = {}  # in the same order
+        self._gradients: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
     @property
@@ -104,7 +81,6 @@ class Context:
     def set_gradient(self, leaf: Tensor, gradient: Tensor | None) -> None:
         with self._lock:
             if gradient is None:
-                self._leaves.pop(id(leaf), None)
                 self._gradients.pop(id(leaf), None)
             else:
                 self._leaves[id(leaf)], self._gradients[id(leaf)] = leaf, gradient
@@ -115,7 +91,7 @@ class Context:
 
     def gradients(self) -> dict[Tensor, Tensor]:
         with self._lock:
-            return dict(zip(self._leaves.values(), self._gradients.values(), strict=True))
+            return {self._leaves[key]: gradient for key, gradient in self._gradients.items()}
 
     def gradients_for(self, leaves: Iterable[Tensor]) -> list[Tensor | None]:
         """The same, for these."""

@@ -77,7 +77,6 @@ class Engine:
         self._lock = threading.Lock()
         self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
         agent.bodies.incoming = self.attach.incoming
-        agent.bodies.sent = self.attach.sent
         agent.lost_handlers.append(self._worker_lost)
         agent.mail.light.add(DropContext)
         agent.mail.handlers |= {

@@ -95,26 +95,6 @@ _apply_recv: Any = super(torch.autograd.Function, RecvRpc).apply
 ANCHOR = torch.zeros((), requires_grad=True)
 
 
-def _watched(name: str) -> Any:
-    """A way to hook into a recv itself, and not its tensor: torch's own, with a mark."""
-    register = getattr(RecvRpc._backward_cls, name)
-
-    def register_and_mark(node: Any, hook: Any) -> Any:
-        node.watched = True
-        return register(node, hook)
-
-    return register_and_mark
-
-
-for _name in ("register_hook", "register_prehook"):
-    setattr(RecvRpc._backward_cls, _name, _watched(_name))
-
-
-def is_watched(recv: Any) -> bool:
-    """Whether a node has, or had, hooks that fire only when it runs."""
-    return "watched" in recv.__dict__
-
-
 def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
     """Records that a tensor is sent; the node from which its gradient will flow.
 

@@ -19,12 +19,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Recv, RecvRpc, SendRpc
 
 Edge = tuple[Node | None, int]
-Reached = dict[Recv, dict[int, Node]]  # messages, and the nodes of those tensors of them that are reached
 
 _ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
 _RECEIVE: Any = RecvRpc._backward_cls
@@ -37,7 +37,7 @@ class Unit:
 
     sources: list[int]
     leaves: list[Node] = field(default_factory=list)
-    recvs: Reached = field(default_factory=dict)
+    recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
     nodes: list[Node] = field(default_factory=list)  # all between; known only where sources may meet
     is_quick: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
 
@@ -55,10 +55,10 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
     taker: dict[Recv, int] = {}  # and to a message: its gradients go together
     parent = list(range(len(sources)))
     leaves: list[set[Node]] = []
-    recvs: list[Reached] = []
+    recvs: list[dict[Recv, set[int]]] = []
     for index, (_, edges) in enumerate(sources):
         mine: set[Node] = set()
-        received: Reached = {}
+        received: dict[Recv, set[int]] = {}
         todo = list(edges)
         while todo:
             node: Any = todo.pop()[0]
@@ -69,7 +69,7 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
                 mine.add(node)
                 continue
             if kind is _RECEIVE:
-                received.setdefault(node.recv, {})[node.part] = node
+                received.setdefault(node.recv, set()).add(node.part)
                 first = taker.setdefault(node.recv, index)
                 owner[node] = first
             else:
@@ -89,7 +89,7 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
     """As ``survey``, for one source that meets nobody."""
     seen: set[Node] = set()
     leaves: set[Node] = set()
-    recvs: Reached = {}
+    recvs: dict[Recv, set[int]] = {}
     todo = list(edges)
     while todo:
         node: Any = todo.pop()[0]
@@ -100,7 +100,7 @@ def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[N
         if kind is _ACCUMULATE:
             leaves.add(node)
         elif kind is _RECEIVE:
-            recvs.setdefault(node.recv, {})[node.part] = node
+            recvs.setdefault(node.recv, set()).add(node.part)
         else:
             todo.extend(node.next_functions)
     is_quick = _is_quick(seen)
@@ -152,9 +152,12 @@ def _join_at_hooks(parent: list[int], leaves: Sequence[set[Node]]) -> None:
                 first[leaf] = index
 
 
-def is_leaf_alone(edges: Sequence[Any]) -> bool:
+def is_leaf_alone(edges: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
     """Whether a gradient enters right at a leaf, and only there: no need for torch's engine then."""
-    return len(edges) == 1 and type(edges[0].node) is _ACCUMULATE and not has_hooks(edges[0].node)
+    if len(edges) != 1 or type(edges[0].node) is not _ACCUMULATE:
+        return False
+    leaf: Any = edges[0].node
+    return leaf.variable.dtype is gradients[0].dtype and not has_hooks(leaf)  # torch casts another type, or refuses to
 
 
 def has_hooks(leaf: Any) -> bool:
@@ -166,7 +169,7 @@ def _units(
     sources: Sequence[tuple[int, Iterable[Edge]]],
     parent: list[int],
     leaves: Sequence[set[Node]],
-    recvs: Sequence[Reached],
+    recvs: Sequence[dict[Recv, set[int]]],
     owner: dict[Node, int],
 ) -> list[Unit]:
     units: dict[int, Unit] = {}
@@ -176,7 +179,7 @@ def _units(
         known = set(unit.leaves)
         unit.leaves += [leaf for leaf in leaves[index] if leaf not in known]
         for recv, parts in recvs[index].items():
-            unit.recvs.setdefault(recv, {}).update(parts)
+            unit.recvs.setdefault(recv, set()).update(parts)
     few = len(owner) <= _FEW
     if few or any(len(unit.sources) > 1 for unit in units.values()):
         for node, index in owner.items():
@@ -191,12 +194,12 @@ class Explorer:
     """What the live sources reach, as they become known one after the other."""
 
     def __init__(self) -> None:
-        self.reached: Reached = {}
+        self.reached: dict[Recv, set[int]] = {}  # and which of their tensors
         self._seen: set[Node] = set()
 
-    def explore(self, edges: Iterable[Edge]) -> Reached:
+    def explore(self, edges: Iterable[Edge]) -> dict[Recv, set[int]]:
         """Follows these edges; the recvs and tensors of them that were not known to be reached."""
-        new: Reached = {}
+        new: dict[Recv, set[int]] = {}
         seen = self._seen
         todo = list(edges)
         while todo:
@@ -205,8 +208,8 @@ class Explorer:
                 continue
             seen.add(node)
             if type(node) is _RECEIVE:
-                self.reached.setdefault(node.recv, {})[node.part] = node
-                new.setdefault(node.recv, {})[node.part] = node
+                self.reached.setdefault(node.recv, set()).add(node.part)
+                new.setdefault(node.recv, set()).add(node.part)
             else:
                 todo.extend(node.next_functions)
         return new

@@ -14,7 +14,9 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.passes import Pass
 from telegrad.autograd.reducers import Swapping
 
-_OURS = 3  # references to a gradient that nobody else has: the engine's result, a variable, and the question itself
+_OURS = 3  # references to a gradient that nobody else has: the sequence of them, a variable, and the question itself
+_ALONE = 2  # references to its memory: the tensor, and the question itself
+_references: Any = torch._C._storage_Use_Count
 
 
 class Leaves:
@@ -28,19 +30,22 @@ class Leaves:
         leaves: Sequence[Node],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """Adds what torch's engine computed."""
+        """Adds what leaves got.  Each gradient gets memory of its own, so that a user may change it in place."""
         if not leaves:
             return
         differentiable = this.head.create_graph
-        taken = set() if differentiable else {_address(tensor) for tensor in this.root_gradients}
         own: list[tuple[Node, Any, Tensor]] = []
         for index, leaf in enumerate(leaves):
             gradient = gradients[index]
             if gradient is None:
                 continue
             if not differentiable:
-                # A custom function, or a hook, may have kept what it returned.
-                gradient = gradient.clone() if sys.getrefcount(gradient) > _OURS else _own(gradient, taken)
+                if gradient.requires_grad:
+                    gradient = gradient.detach()
+                # A custom function, or a hook, may have kept it; torch hands one tensor to several leaves, or back what
+                # it was given; and some of it may still be on its way to another worker.
+                if sys.getrefcount(gradient) > _OURS or not _has_own_memory(gradient):
+                    gradient = gradient.clone()
             own.append((leaf, leaf.variable, gradient))  # type: ignore[attr-defined]
         # A hook may change a gradient in place, so none runs before each has its own memory.
         for leaf, variable, gradient in own:
@@ -65,25 +70,13 @@ class Leaves:
                 variable.grad = before
 
 
-def _address(tensor: Tensor) -> int:
-    """Equal for tensors that share memory; 0 where there is none to share."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
-
-
-def _own(gradient: Tensor, taken: set[int]) -> Tensor:
-    """The gradient in memory of its own: torch hands one tensor to several leaves, or back what it was given."""
+def _has_own_memory(gradient: Tensor) -> bool:
+    """Whether no other tensor has its memory, or a part of it.  Indices may be another's: nobody changes them."""
     if gradient.layout is torch.strided:
-        parts: tuple[Tensor, ...] = (gradient,)
+        values, alone = gradient, _ALONE
     elif gradient.layout is torch.sparse_coo:
-        parts = (gradient._indices(), gradient._values())
+        values, alone = gradient._values(), _ALONE + 1  # the tensor's own, and an alias of it
     else:
-        return gradient.clone()
-    addresses = set()
-    for part in parts:
-        memory = part.untyped_storage()
-        address = memory.data_ptr()
-        if address in taken or memory.nbytes() != part.nbytes:
-            return gradient.clone()
-        addresses.add(address)
-    taken |= addresses
-    return gradient
+        return False
+    memory = values.untyped_storage()
+    return memory.nbytes() == values.nbytes and bool(_references(memory._cdata) <= alone)

@@ -6,15 +6,15 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context
-from telegrad.autograd.functions import SendRpc
-from telegrad.autograd.graph import DEEP, Edge, Explorer, Reached, Unit, survey
+from telegrad.autograd.functions import Recv, SendRpc
+from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
 from telegrad.autograd.reducers import Reduction, any_known, reducing
@@ -23,14 +23,6 @@ from telegrad.ids import GlobalId
 from telegrad.wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
 
 Notes = list[tuple[int, NotePayload]]
-
-
-class Entry(NamedTuple):
-    """Where torch's engine starts, and with what."""
-
-    edges: list[GradientEdge]
-    gradients: list[Tensor]
-    is_gated: bool  # at some sends, which find their gradients themselves, and may have to wait
 
 
 class Pass:
@@ -65,21 +57,8 @@ class Pass:
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self.reductions: dict[int, Reduction] = {}  # by module
         self._surveyed = False
-        self._plan: Plan | None = None  # most passes need none
-        self._explorer: Explorer | None = None
-
-    @property
-    def plan(self) -> Plan:
-        if self._plan is None:
-            self._plan = Plan(self.is_root)
-        return self._plan
-
-    @property
-    def explorer(self) -> Explorer:
-        """What the wave found."""
-        if self._explorer is None:
-            self._explorer = Explorer()
-        return self._explorer
+        self.plan = Plan(self.is_root)
+        self.explorer = Explorer()  # what the wave found
 
     def survey(self) -> None:
         """Looks at the graph, once; under the lock."""
@@ -150,7 +129,7 @@ class Pass:
         notes: Notes = []
         jobs: list[Job] = []
         local, flow = self.local, self.local.flow
-        if self.error is not None or (flow.active and not local.curious and self._plan is None):
+        if self.error is not None or (flow.active and not local.curious and not self.plan.started):
             return notes, jobs
         if local.curious and not self.asked:
             self.asked = True
@@ -158,7 +137,8 @@ class Pass:
                 notes += self.start_wave()
             else:
                 notes.append((self.id.created_on, PlanWanted(self.id)))
-        if (plan := self._plan) is not None and plan.started:
+        plan = self.plan
+        if plan.started:
             for to, count, owed in plan.wave.settle():
                 notes.append((to, Explored(self.id, count, owed, tuple(plan.curious))))
             if self.is_root and plan.ends():
@@ -195,7 +175,7 @@ class Pass:
         came = self.gradients.get(source)
         return sorted(came if came is not None else self.plan.live.get(source, ()))
 
-    def reached(self, job: Job) -> Reached:
+    def reached(self, job: Job) -> dict[Recv, set[int]]:
         """Which tensors of which messages get a gradient from this job, be it an undefined one.
 
         The survey looked at all that a source may reach; a message of which only some tensors are live reaches less.
@@ -204,7 +184,7 @@ class Pass:
         if not unit.recvs or (self.head.fast and len(job.sources) > 1) or self._is_whole(job):
             return unit.recvs
         if len(unit.sources) > 1 and self.plan.known:
-            return self.explorer.reached
+            return {recv: parts for recv, parts in self.explorer.reached.items() if recv in unit.recvs}
         edges: list[Edge] = []
         for source in job.sources:
             if source == ROOT:
@@ -226,14 +206,13 @@ class Pass:
         """Whether all that it needs has come."""
         return all(source == ROOT or source in self.gradients for source in job.sources)
 
-    def entry_of(self, jobs: Sequence[Job]) -> Entry:
-        """Where torch's engine starts with these jobs, newest first, and with what.
+    def entries(self, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[Tensor]]:
+        """Where torch's engine starts, newest first, and with what.
 
         Where all has come it starts below the sends; else at them, and they find their gradients themselves.
         """
         edges: list[GradientEdge] = []
         gradients: list[Tensor] = []
-        is_gated = False
         if len(jobs) > 1:
             _put_in_order([job.unit for job in jobs])
         for job in jobs:
@@ -248,7 +227,6 @@ class Pass:
                 for part in self.live_parts(job, source):
                     gradient = self.gradients[source].get(part) if complete else None
                     if gradient is None:
-                        is_gated = True
                         gates.append(nodes[part])
                         edges.append(GradientEdge(nodes[part], 0))
                         gradients.append(_NOTHING)
@@ -259,7 +237,7 @@ class Pass:
                         gradients.append(gradient)
             if not complete:
                 _put_gates_last(job.unit, gates)
-        return Entry(edges, gradients, is_gated)
+        return edges, gradients
 
     def forget_gradients(self, jobs: Sequence[Job]) -> None:
         """They were used, and a leaf may take one over if nobody else holds it."""
@@ -283,7 +261,7 @@ class Pass:
     def awaited(self) -> int | None:
         """One of the workers that must speak before the pass can end."""
         with self.lock:
-            waits = self.local.flow.awaited or (self.plan.wave.awaited if self._plan is not None else set())
+            waits = self.local.flow.awaited or self.plan.wave.awaited
             return next(iter(waits), None)
 
     def zeros(self, message_id: int, part: int) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
@@ -16,12 +15,12 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import copy_of
 from telegrad.autograd.context import Scope
-from telegrad.autograd.functions import ANCHOR, Recv, here, is_watched
-from telegrad.autograd.graph import Reached, is_leaf_alone
+from telegrad.autograd.functions import ANCHOR, Recv, here
+from telegrad.autograd.graph import is_leaf_alone
 from telegrad.autograd.inquiry import nothing_came, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import Job
-from telegrad.autograd.passes import Entry, Notes, Pass
+from telegrad.autograd.passes import Notes, Pass
 from telegrad.autograd.reducers import Reduction
 from telegrad.autograd.turn import Letter, Turn
 from telegrad.errors import WorkerLostError
@@ -85,7 +84,7 @@ class Runner:
             jobs = turn.next_jobs()
             if turn.letters and not jobs[0].unit.is_quick:
                 self._send(turn)
-            begun = time.thread_time() if turn.todo else math.inf  # a system call; without others it says nothing
+            begun = time.thread_time()
             self._run(turn, jobs)
             self._agent.pool.progress()
             if not turn.todo:
@@ -125,12 +124,12 @@ class Runner:
         """Several units that have all they need, or one, on the calling thread."""
         this = turn.this
         try:
-            entry = this.entry_of(jobs)
-            if is_leaf_alone(entry.edges) and self._leaves.after is None:
+            edges, gradients = this.entries(jobs)
+            if is_leaf_alone(edges, gradients) and self._leaves.after is None:
                 this.forget_gradients(jobs)
-                self._leaves.add(this, [entry.edges[0].node], entry.gradients)
-            elif entry.edges:
-                self._compute(turn, jobs, entry)
+                self._leaves.add(this, [edges[0].node], gradients)
+            elif edges:
+                self._compute(turn, jobs, edges, gradients)
             if this.reductions:
                 with this.lock:
                     ready = this.reductions_after(jobs)
@@ -147,7 +146,7 @@ class Runner:
         except BaseException as error:
             self._fail(this, error)
 
-    def _compute(self, turn: Turn, jobs: Sequence[Job], entry: Entry) -> None:
+    def _compute(self, turn: Turn, jobs: Sequence[Job], edges: Sequence[GradientEdge], gradients: list[Tensor]) -> None:
         """In one call of torch's engine."""
         this = turn.this
         leaves, reached = jobs[0].unit.leaves, this.reached(jobs[0])
@@ -155,33 +154,26 @@ class Runner:
             leaves = list(dict.fromkeys(leaf for job in jobs for leaf in job.unit.leaves))
             reached = {recv: parts for job in jobs for recv, parts in this.reached(job).items()}
         wanted = [GradientEdge(leaf, 0) for leaf in leaves]
-        run = _Run(self, turn, jobs, reached)
-        last = _captured(this, jobs, entry, reached)
-        if last is not None:
-            wanted += [GradientEdge(node, 0) for node in reached[last].values()]
-        elif reached:
+        if reached:
             wanted.append(_ANCHOR_EDGE)
         if not wanted:
             return
-        outer, here.run = here.run, run
+        outer, here.run = here.run, _Run(self, turn, jobs, reached)
         # A hook may wait for another worker, and that one for what this turn has yet to send.
         pool = self._agent.pool
         outer_wait = pool.before_waiting(partial(self._share, turn))
         try:
             with Scope(this.context):
                 results: Sequence[Tensor | None] = run_backward(
-                    tuple(entry.edges),
-                    tuple(entry.gradients),
+                    tuple(edges),
+                    tuple(gradients),
                     this.head.retain_graph,
                     this.head.create_graph,
                     tuple(wanted),
                     True,  # allow unused
                 )
-                entry.gradients.clear()
+                gradients.clear()
                 this.forget_gradients(jobs)
-                if last is not None:
-                    run.emit_all(last, results[len(leaves) :])
-                    results = results[: len(leaves)]
                 self._leaves.add(this, leaves, results)
         finally:
             here.run = outer
@@ -245,23 +237,12 @@ class Runner:
             self._post_letter(this, to, turn.letters.pop(to))
 
 
-def _captured(this: Pass, jobs: Sequence[Job], entry: Entry, reached: Reached) -> Recv | None:
-    """The message whose nodes need not run, since they would be the last: their gradients can be asked for instead.
-
-    Where there are several, a hook that runs before the last may wait for what the gradients of another cause.
-    """
-    if len(reached) != 1 or entry.is_gated or this.head.create_graph or not jobs[0].unit.is_quick:
-        return None
-    [(recv, parts)] = reached.items()
-    return recv if not any(is_watched(node) for node in parts.values()) else None
-
-
 class _Run:
     """What the nodes see of the engine call that runs them."""
 
     __slots__ = ("_alone", "_at_once", "_job", "_reached", "_ready", "_runner", "_turn")
 
-    def __init__(self, runner: Runner, turn: Turn, jobs: Sequence[Job], reached: Reached) -> None:
+    def __init__(self, runner: Runner, turn: Turn, jobs: Sequence[Job], reached: dict[Recv, set[int]]) -> None:
         self._runner, self._turn = runner, turn
         self._job = jobs[0]  # of several, none waits for anything, and all are quick
         self._at_once = turn.this.head.create_graph or not jobs[0].unit.is_quick
@@ -277,8 +258,3 @@ class _Run:
         ready[part] = gradient
         if len(ready) == len(self._reached[recv]):
             self._runner.emit(self._turn, recv, self._ready.pop(recv), self._at_once, self._alone)
-
-    def emit_all(self, recv: Recv, gradients: Sequence[Tensor | None]) -> None:
-        """Those of all tensors of a message that are reached."""
-        together = dict(zip(self._reached[recv], gradients, strict=True))
-        self._runner.emit(self._turn, recv, together, self._at_once, self._alone)
