@@ -24,6 +24,7 @@ def record(machine: Machine, results: Results, verdict: Verdict) -> dict[str, An
         "limits": {near.row.name: _nearness(near) for near in verdict.nearness},
         "modes": {modes.row.name: _modes(modes) for modes in verdict.modes},
         "growth": {growth.name: _growth(growth) for growth in verdict.growth},
+        "idle_cores": verdict.idle,
         "misses": verdict.misses,
         "failures": [asdict(failure) for failure in verdict.failures],
     }

@@ -30,6 +30,8 @@ class Results:
     """Row name → side → rounds.  All sides of a row have the same number of rounds, so that they can be paired."""
 
     rows: dict[str, dict[str, Rounds]] = field(default_factory=dict)
+    idle: dict[str, float] = field(default_factory=dict)
+    """Library → how many cores its processes use while nothing is asked of them."""
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0
 

@@ -6,7 +6,7 @@ The sides take turns within each row of each round, in reverse order in every se
     round 2   empty_call: raw torch telegrad | small_tensor: torch telegrad | context_small: torch fast telegrad | ...
 
 A ratio is taken within one row of one round, between figures that are at most seconds old, and neither side always
-profits from coming first.
+profits from coming first.  Between the rounds and the end, each library is watched while nothing is asked of it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from bench.row import Plan, Row
 from bench.side import Side, SideFailedError
 
 __all__ = ["Schedule", "run"]
+
+_IDLE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ def run(schedule: Schedule, tell: Callable[[str], None]) -> Results:
             side.wait_ready()
         tell(f"{', '.join(side.name for side in sides)} are up after {time.monotonic() - started:.1f} s")
         _rounds(schedule, sides, results, started, tell)
+        for side in sides:
+            if side.name != RAW and side.is_running:
+                results.idle[side.name] = side.idle_cores(_IDLE_SECONDS)
         for side in sides:
             if problem := side.stop():
                 results.failures.append(Failure(side.name, "shutdown", problem))

@@ -2,6 +2,9 @@
 
 Every wait has a timeout.  A side that misses one is asked for its stacks (``SIGUSR1``, see ``worker``), killed, and
 reported as ``SideFailedError``; the next order starts fresh ones.
+
+A library that polls for messages uses the processor even when nothing is asked of it.  So its processes are stopped
+(``SIGSTOP``) while another side is measured; all others wait in the kernel.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ _ROOT = Path(__file__).resolve().parent.parent
 _STOP_TIMEOUT = 15.0
 _STACKS_PAUSE = 0.5
 _LOG_TAIL = 12_000
+_POLLING = frozenset({"torch"})
+"""The sides that are never idle by themselves: see ``Side.idle_cores``."""
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class SideFailedError(Exception):
@@ -70,6 +76,11 @@ class Side:
         states = ", ".join(f"{worker.role} pid {worker.process.pid}" for worker in self._workers)
         return f"<Side {self.name}: {states or 'not running'}>"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its processes are up; they are not after a failure."""
+        return self._ready
+
     def spawn(self) -> None:
         """Start the processes and return at once, so that all sides can come up at the same time."""
         self._ready = False
@@ -85,6 +96,7 @@ class Side:
         for worker in self._workers:
             self._expect(worker, Ready, "starting")
         self._ready = True
+        self._rest()
 
     def measure(self, name: str, plan: Plan, fast: bool = False) -> list[float]:
         """Run one row or raw limit; the seconds of each timed call."""
@@ -92,14 +104,26 @@ class Side:
             self.spawn()
         if not self._ready:
             self.wait_ready()
+        self._wake()
         caller = self._workers[0]
         self._send(caller, Measure(name, plan, self.timeout, fast), name)
         reply = self._expect(caller, Done, name)
         assert isinstance(reply, Done)
+        self._rest()
         return reply.samples
+
+    def idle_cores(self, seconds: float) -> float:
+        """How many processor cores its processes use while nothing is asked of them."""
+        self._wake()
+        started, before = time.monotonic(), self._processor_time()
+        time.sleep(seconds)
+        used, passed = self._processor_time() - before, time.monotonic() - started
+        self._rest()
+        return used / passed
 
     def stop(self) -> str | None:
         """Let the workers leave their job in order, or kill them; what went wrong, if anything did."""
+        self._wake()
         deadline = time.monotonic() + _STOP_TIMEOUT
         problem = None
         try:
@@ -126,6 +150,26 @@ class Side:
             worker.close()
         self._workers.clear()
         self._ready = False
+
+    def _rest(self) -> None:
+        if self.name in _POLLING:
+            self._signal(signal.SIGSTOP)
+
+    def _wake(self) -> None:
+        if self.name in _POLLING:
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for worker in self._workers:
+            worker.process.send_signal(number)
+
+    def _processor_time(self) -> float:
+        """The seconds that its processes have used so far, as the kernel counts them, in ticks of 10 ms."""
+        ticks = 0
+        for worker in self._workers:
+            fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])  # in user mode, and in the kernel
+        return ticks * _TICK
 
     def _start(self, role: str, peer: socket.socket | None, port: str) -> _Worker:
         ours, theirs = socket.socketpair()

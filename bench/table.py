@@ -140,7 +140,9 @@ def notes(verdict: Verdict) -> list[str]:
         "The exponent is that of a least-squares line through the logarithms of all points (1: linear); "
         "what a pass costs at any size flattens it, and weighs least in the last step, from the last size but one."
     )
-    return [how, tails, bandwidth, *([growth] if verdict.growth else [])]
+    idle = [f"{NAMES[library]}'s workers use {cores:.0%} of a core" for library, cores in verdict.idle.items()]
+    rest = f"While nothing is asked of them, {' and '.join(idle)}; TensorPipe's are stopped while others are measured."
+    return [how, tails, bandwidth, *([growth] if verdict.growth else []), *([rest] if idle else [])]
 
 
 def _latencies(line: Line, summary: Summary | None) -> tuple[str, str]:

@@ -125,6 +125,7 @@ class Verdict:
     modes: Sequence[Modes]
     growth: Sequence[Growth]
     rounds: int
+    idle: Mapping[str, float]
     failures: Sequence[Failure]
     seconds: float
 
@@ -158,6 +159,7 @@ def judge(rows: Iterable[Row], results: Results) -> Verdict:
         modes=[_modes(row, sides) for row, sides in measured if FAST in sides],
         growth=_growth(measured),
         rounds=max((len(rounds) for _, sides in measured for rounds in sides.values()), default=0),
+        idle=results.idle,
         failures=results.failures,
         seconds=results.seconds,
     )

@@ -1,8 +1,8 @@
 """One process of a side, started as ``python -m bench.worker``: a fresh interpreter, nothing inherited from the parent.
 
 Both libraries get the same treatment here: one thread for tensor arithmetic, the same number of RPC threads, an
-``env://`` rendezvous, default transports.  Between orders a worker blocks in ``recv``, so a side that is not being
-measured costs nothing.
+``env://`` rendezvous, default transports.  Between orders a worker blocks in ``recv``; what its library does meanwhile,
+see ``side``.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import telegrad.rpc
+from support import eventually
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # bench is run from the checkout, never installed
@@ -380,6 +380,23 @@ def test_a_hung_side_is_killed_with_its_stacks_and_can_start_again(raw_side: Sid
     assert raw_side.stop() is None
 
 
+def test_a_side_that_polls_is_stopped_while_nothing_is_asked_of_it() -> None:
+    def states() -> set[str]:
+        stats = [Path(f"/proc/{worker.process.pid}/stat").read_text() for worker in side._workers]
+        return {stat.rpartition(")")[2].split()[0] for stat in stats}
+
+    side = Side("torch", timeout=60.0)
+    try:
+        for _ in range(2):
+            assert len(side.measure("empty_call", Plan(warmup=1, samples=5))) == 5
+            assert eventually(lambda: states() == {"T"})
+        assert side.idle_cores(0.1) >= 0.0
+        assert eventually(lambda: states() == {"T"})
+        assert side.stop() is None
+    finally:
+        side.kill()
+
+
 def test_imports_point_one_way() -> None:
     """The order of the map in ``bench/__init__.py``: a module imports only what stands above it."""
     order = [
@@ -398,19 +415,16 @@ def test_imports_point_one_way() -> None:
 
 def test_quick_run(tmp_path: Path) -> None:
     """The whole benchmark, small: processes, rendezvous, rows, checks, tables, files."""
-    landed = hasattr(telegrad.rpc, "init_rpc")
     command = [sys.executable, "-m", "bench", "--quick", "--timeout", "40", "--out", str(tmp_path)]
-    command += [] if landed else ["--only", "torch"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "latest.json").read_text())
     assert list(data["rows"]) == [row.name for row in ROWS.values() if row.quick and row.point is None]
     assert data["failures"] == []
+    assert list(data["idle_cores"]) == ["telegrad", "torch"]
     assert "empty Python call" in done.stdout
     assert "| empty Python call |" in (tmp_path / "latest.md").read_text()
-    if not landed:
-        pytest.skip("telegrad.rpc.init_rpc does not exist yet: only the TensorPipe half was run")
     assert data["rows"]["empty_call"]["speedup"]["value"] > 0
     assert list(data["modes"]) == [row.name for row in ROWS.values() if row.modes]
     assert [len(curve["sides"]["telegrad"]["points"]) for curve in data["growth"].values()] == [3, 2]
