@@ -499,6 +499,18 @@ def test_a_surplus_thread_leaves_after_long(make: Callable[[int], Pool], monkeyp
     assert eventually(lambda: len(pool._threads) <= telegrad.agent.pool._SPARE)
 
 
+def test_a_surplus_thread_leaves_even_if_each_is_woken_now_and_then(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "_IDLE_SECONDS", 0.2)
+    pool = idle_threads(make, 8)
+    deadline = time.monotonic() + PATIENCE
+    while len(pool._threads) > telegrad.agent.pool._SPARE:
+        assert time.monotonic() < deadline
+        os.eventfd_write(pool._bell, 8)  # one wakes another, until all were awake
+        time.sleep(0.005)
+
+
 def test_a_ring_wakes_one_thread(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     pool, answers = idle_threads(make, 8), []
     answer = pool._answer_bell

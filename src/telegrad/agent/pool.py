@@ -43,7 +43,7 @@ class UserCall(tuple[Callable[[Any, Any], object], Any, Any]):
 
 _PATIENCE = 0.001  # how long a burst may make no progress before others join in
 _STUCK = 0.05  # how long a full pool may make no progress before the limit gives way
-_IDLE_SECONDS = 10.0  # how long a surplus thread stays
+_IDLE_SECONDS = 10.0  # for how long a thread must have been one too many before one ends
 _SPARE = 2  # idle threads that always stay
 
 ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
@@ -105,6 +105,8 @@ class Pool:
         self._threads: set[threading.Thread] = set()
         self._born = 0
         self._idle = 0
+        self._fewest_idle = 0  # since the last review
+        self._next_review = time.monotonic() + _IDLE_SECONDS
         self._busy = 0
         self._blocked = 0
         self._taken = 0  # how much work was ever begun: unchanged means no progress
@@ -318,14 +320,12 @@ class Pool:
             joins = True
             if not events:
                 self._flush_corked()
-                if patience == _IDLE_SECONDS and not self._waits() and self._leave():
-                    return
-                continue
-            fd = events[0][0]
-            if fd == self._bell:
+            elif (fd := events[0][0]) == self._bell:
                 self._answer_bell()
             elif (source := self._sources.get(fd)) is not None:
                 self._read(source)
+            if time.monotonic() > self._next_review and not self._waits() and self._leaves():
+                return
 
     def _read(self, source: Source) -> None:
         """Reads from a source and runs what came; a caller that just got its answer may ask again at once."""
@@ -352,9 +352,7 @@ class Pool:
         if not self._corked:
             return
         with self._lock:
-            self._idle -= 1
-            if self._idle == 0:
-                self._grow()
+            self._one_idle_less()
         self._uncork()
         with self._lock:
             self._idle += 1
@@ -400,21 +398,33 @@ class Pool:
             return _IDLE_SECONDS
         return _STUCK if self._is_full() and not self._urgent else _PATIENCE
 
-    def _leave(self) -> bool:
-        """A surplus thread that had nothing to do for long ends."""
+    def _leaves(self) -> bool:
+        """Whether this thread is one too many: never since the last review did the others have to do without another.
+
+        Which of them it is says nothing: whichever the kernel likes was woken now and then.
+        """
         with self._lock:
-            if self._idle <= _SPARE:
-                return False
-            self._idle -= 1
-            return True
+            if self._fewest_idle >= _SPARE < self._idle:
+                self._idle -= 1
+                self._fewest_idle -= 1
+                return True
+            self._fewest_idle = self._idle
+            self._next_review = time.monotonic() + _IDLE_SECONDS
+            return False
 
     def _begin(self) -> None:
         with self._lock:
             self._busy += 1
-            self._idle -= 1
-            if self._idle == 0:
-                self._grow()  # rule 1
+            self._one_idle_less()
         self._here.running = True
+
+    def _one_idle_less(self) -> None:
+        """The caller holds the lock."""
+        self._idle -= 1
+        if self._idle < self._fewest_idle:
+            self._fewest_idle = self._idle
+        if self._idle == 0:
+            self._grow()  # rule 1
 
     def _end(self) -> None:
         self._here.running = False
