@@ -192,7 +192,7 @@ def test_the_end_of_a_link_leaves_the_next_one_with_its_number_alone() -> None:
     pool.forget(fd, before)
     pool.watch(fd, after)
     pool.forget(fd, before)  # the second close of the link before
-    assert pool._sources[fd] is after
+    assert pool._waking._sources[fd] is after
     pool.forget(fd, after)
     os.close(fd)
     pool.close(PATIENCE)

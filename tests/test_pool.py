@@ -201,10 +201,10 @@ class Patience:
     chance, and not for a millisecond, which is to be patched away."""
 
     def __init__(self, pool: Pool, meanwhile: Callable[[], None]) -> None:
-        self._epoll: Any = pool._epoll
-        self._alarm = pool._alarm.fd
+        self._epoll: Any = pool._waking._epoll
+        self._alarm = pool._waking._alarm.fd
         self._meanwhile = meanwhile
-        pool._epoll = self  # type: ignore[assignment]
+        pool._waking._epoll = self  # type: ignore[assignment]
 
     def poll(self, timeout: float, most: int) -> list[tuple[int, int]]:
         nothing_queued = timeout > 1
@@ -373,13 +373,13 @@ def test_an_interrupted_ring_does_not_silence_the_alarm(
 ) -> None:
     pool, crowd, done = make(4), Crowd(), threading.Event()
     fill(pool, crowd, 1)
-    ring = pool._alarm.set
+    ring = pool._waking._alarm.set
 
     def interrupted() -> None:
-        monkeypatch.setattr(pool._alarm, "set", ring)
+        monkeypatch.setattr(pool._waking._alarm, "set", ring)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pool._alarm, "set", interrupted)
+    monkeypatch.setattr(pool._waking._alarm, "set", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pool.submit(call(lambda: None))
     time.sleep(0.01)
@@ -507,14 +507,14 @@ def test_a_surplus_thread_leaves_even_if_each_is_woken_now_and_then(
     deadline = time.monotonic() + PATIENCE
     while len(pool._threads) > telegrad.agent.pool._SPARE:
         assert time.monotonic() < deadline
-        os.eventfd_write(pool._bell, 8)  # one wakes another, until all were awake
+        os.eventfd_write(pool._waking._bell, 8)  # one wakes another, until all were awake
         time.sleep(0.005)
 
 
 def test_a_ring_wakes_one_thread(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     pool, answers = idle_threads(make, 8), []
-    answer = pool._answer_bell
-    monkeypatch.setattr(pool, "_answer_bell", lambda: (answers.append(threading.get_ident()), answer()))
+    answer = pool._waking._answer_bell
+    monkeypatch.setattr(pool._waking, "_answer_bell", lambda: (answers.append(threading.get_ident()), answer()))
     time.sleep(0.02)  # until all wait
     for number in range(1, 4):
         done = threading.Event()
@@ -538,8 +538,8 @@ def test_work_that_is_queued_behind_another_wakes_nobody_before_its_time(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool, rings, go = idle_threads(make, 4), [], threading.Event()
-    write = os.eventfd_write
-    monkeypatch.setattr(telegrad.agent.pool.os, "eventfd_write", lambda fd, count: (rings.append(fd), write(fd, count)))
+    ring = pool._waking.ring
+    monkeypatch.setattr(pool._waking, "ring", lambda: (rings.append(1), ring()))
     pool.submit(call(lambda: go.wait(PATIENCE)))
     assert eventually(lambda: pool.running() == 1)
     assert len(rings) == 1

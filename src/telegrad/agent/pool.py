@@ -1,7 +1,7 @@
 """The threads of a worker: whoever reads a request runs it, and another takes over the reading.
 
-All idle threads wait in one epoll.  The kernel wakes one of them per readable connection, which is disarmed until that
-thread has read from it, so the thread can run what it read without a hop to another (10-30 us each).  The rules:
+All idle threads wait in one place (``waking``).  One of them is woken per readable connection, and no other until it
+has read from it, so it can run what it read without a hop to another (10-30 us each).  The rules:
 
 1. Somebody is always waiting: a thread that starts to run something while no other is idle starts a new one first.
 2. Calls of users wait while ``limit`` threads run; a thread that waits for another worker does not count.  All other
@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import select
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
-from telegrad.agent.alarm import Alarm
+from telegrad.agent.waking import Waking
 
 log = logging.getLogger("telegrad.agent")
 
@@ -45,8 +42,6 @@ _PATIENCE = 0.001  # how long a burst may make no progress before others join in
 _STUCK = 0.05  # how long a full pool may make no progress before the limit gives way
 _IDLE_SECONDS = 10.0  # for how long a thread must have been one too many before one ends
 _SPARE = 2  # idle threads that always stay
-
-ARMED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 
 
 class Outlet(Protocol):
@@ -89,15 +84,12 @@ class Pool:
         self._name = name
         self._limit = limit
         self._on_thread_start = on_thread_start
-        self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)  # a ring wakes one thread, and not all
-        self._alarm = Alarm(_PATIENCE)
-        self._epoll.register(self._alarm.fd, select.EPOLLIN | select.EPOLLET)
-        # Not closed before nobody can ring it: its number may be another file's by then.
-        for fd in (self._bell, self._alarm.fd):
-            weakref.finalize(self, os.close, fd).atexit = False  # what goes even later may still ring
-        self._sources: dict[int, Source] = {}
+        self._waking: Waking[Source] = Waking(_PATIENCE)
+        # For who has a connection:
+        self.watch = self._waking.watch
+        self.arm = self._waking.arm
+        self.disarm = self._waking.disarm
+        self.forget = self._waking.forget
         self._queue: deque[Work] = deque()  # calls of users
         self._urgent: deque[Work] = deque()  # everything else
         self._corked: dict[Outlet, None] = {}
@@ -113,7 +105,6 @@ class Pool:
         self._calls_taken = 0  # and how many calls of users
         self._stuck = False
         self._joined_at = 0  # how much was begun when a thread last joined those that are stuck, its own included
-        self._alarm_ends = 0.0  # until then it is set; a time, and not a flag: a Ctrl-C may come before it is
         self._extra = 0  # by how much the limit has given way
         self._closed = False
         self._here = threading.local()
@@ -122,30 +113,6 @@ class Pool:
             self._grow()
 
     # --- what others ask of it ----------------------------------------------------------------------------------
-
-    def watch(self, fd: int, source: Source) -> None:
-        self._sources[fd] = source
-        self._epoll.register(fd, ARMED)
-
-    def arm(self, fd: int, source: Source) -> None:
-        self._modify(fd, source, ARMED)
-
-    def disarm(self, fd: int, source: Source) -> None:
-        self._modify(fd, source, 0)
-
-    def _modify(self, fd: int, source: Source, events: int) -> None:
-        if self._sources.get(fd) is source:  # else it was closed, and the number may be another's now
-            try:
-                self._epoll.modify(fd, events)
-            except (OSError, ValueError):  # it is being closed
-                pass
-
-    def forget(self, fd: int, source: Source) -> None:
-        """Before the descriptor is closed; nothing happens when it is another's by now."""
-        if self._sources.get(fd) is source:
-            del self._sources[fd]
-            with contextlib.suppress(OSError, ValueError):
-                self._epoll.unregister(fd)
 
     def submit(self, work: Work) -> None:
         self._enqueue((work,))
@@ -222,13 +189,13 @@ class Pool:
         with self._lock:  # a thread that is being started counts, and can be joined only when it is
             self._closed = True
             threads = list(self._threads)
-        os.eventfd_write(self._bell, 1 << 20)
+        self._waking.ring_for_all()
         deadline = time.monotonic() + timeout
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(deadline - time.monotonic(), 0.0))
         if not self._threads:
-            self._epoll.close()
+            self._waking.close()
 
     def drain(self) -> list[Work]:
         """Takes away what nobody has begun."""
@@ -255,20 +222,9 @@ class Pool:
         if not self._idle or self._closed:
             return
         if self._stuck or not self._busy:
-            os.eventfd_write(self._bell, 1)
-        elif time.monotonic() >= self._alarm_ends:
-            self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        self._alarm_ends = time.monotonic() + _PATIENCE
-        self._alarm.set()
-
-    def _answer_bell(self) -> None:
-        """Rings that came together have woken one thread, which passes on all but its own."""
-        with contextlib.suppress(BlockingIOError):
-            rings = os.eventfd_read(self._bell)
-            if rings > 1:
-                os.eventfd_write(self._bell, rings - 1)
+            self._waking.ring()
+        else:
+            self._waking.set_alarm()
 
     def _grow(self) -> None:
         """Starts a thread; the caller holds the lock.  It counts as idle at once, so that nobody starts a second."""
@@ -312,17 +268,14 @@ class Pool:
                 continue
             if self._corked and not self._waits():
                 self._flush_corked()
-            if self._alarm_ends and not self._waits():
-                self._alarm_ends = 0.0
-                self._alarm.clear()
+            if not self._waits():
+                self._waking.clear_alarm()
             patience = self._patience()  # a look at the queue, after the last thing that could make another rely on us
-            events = self._epoll.poll(patience, 1)
+            woken, source = self._waking.wait(patience)
             joins = True
-            if not events:
+            if not woken:
                 self._flush_corked()
-            elif (fd := events[0][0]) == self._bell:
-                self._answer_bell()
-            elif (source := self._sources.get(fd)) is not None:
+            elif source is not None:
                 self._read(source)
             if time.monotonic() > self._next_review and not self._waits() and self._leaves():
                 return
@@ -439,8 +392,8 @@ class Pool:
             work = queue.popleft()
         except IndexError:
             return  # another thread was faster
-        if self._waits() and time.monotonic() > self._alarm_ends - _PATIENCE / 2:
-            self._set_alarm()  # this one may take long; perhaps anew, for to have taken it is progress
+        if self._waits():
+            self._waking.put_off_alarm()  # this one may take long; and to have taken it is progress
         self._run(work)
 
     def _join(self) -> None:
