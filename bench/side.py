@@ -78,8 +78,8 @@ class Side:
 
     @property
     def is_running(self) -> bool:
-        """Whether its processes are up; they are not after a failure."""
-        return self._ready
+        """Whether all its processes are up; they are not after a failure."""
+        return self._ready and all(worker.process.poll() is None for worker in self._workers)
 
     def spawn(self) -> None:
         """Start the processes and return at once, so that all sides can come up at the same time."""

@@ -8,6 +8,7 @@ see ``side``.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import faulthandler
 import os
 import signal
@@ -31,6 +32,7 @@ from bench.rows import ROWS
 __all__: list[str] = []
 
 _RPC_THREADS = 16
+_PR_SET_PDEATHSIG = 1
 _GRACE = 15.0
 """The parent kills a worker that is late.  If the parent itself is gone, the worker ends itself this much later."""
 
@@ -84,6 +86,8 @@ def _main() -> None:
     parser.add_argument("--timeout", type=float, required=True, help="seconds for the start, and for any one call")
     arguments = parser.parse_args()
 
+    # A stopped process would not notice that its parent has died (see ``side``).
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)

@@ -1741,3 +1741,84 @@ def test_a_leaf_does_not_take_over_memory_that_may_have_to_be_sent_again(trio: C
         autograd.backward(context_id, [(rpc.rpc_sync("b", turned, (leaf,)) * 1).sum()])
         assert autograd.get_gradients(context_id)[leaf].unique().tolist() == [3.0]
     del KEPT["weight"]
+
+
+# --- the memory of a gradient -----------------------------------------------------------------------------------------
+
+
+def sparse(rows: int = 4) -> Tensor:
+    values = torch.full((2, 2), 2.0)
+    return torch.sparse_coo_tensor(torch.tensor([[1, 2]]), values, (rows, 2), check_invariants=False)
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("layout", ["dense", "sparse"])
+def test_a_gradient_that_was_given_is_not_the_one_that_is_kept(
+    trio: Cluster, layout: str, needs_gradient: bool
+) -> None:
+    given = sparse() if layout == "sparse" else sparse().to_dense()
+    given.requires_grad_(needs_gradient)
+    one, other = torch.ones(4, 2, requires_grad=True), torch.ones(4, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [one, other], grad_tensors=[given, given])
+        found = autograd.get_gradients(context_id)
+    found[one].neg_()
+    for tensor in (given.detach(), found[other]):
+        assert tensor.to_dense()[1].tolist() == [2.0, 2.0]
+
+
+class Give(torch.autograd.Function):
+    """Hands its leaf the gradient that it is told to."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        ctx.make = make
+        return leaf * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return ctx.make(), None
+
+
+def values_kept() -> Tensor:
+    made = sparse()
+    KEPT["gradient"] = made._values()
+    return made
+
+
+def view_kept() -> Tensor:
+    made = sparse().to_dense()
+    KEPT["gradient"] = made[1]
+    return made
+
+
+@pytest.mark.parametrize("make", [values_kept, view_kept])
+def test_what_a_function_kept_of_a_gradient_does_not_change_with_it(trio: Cluster, make: Any) -> None:
+    leaf = torch.ones(4, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [Give.apply(leaf, make).sum()])
+        autograd.get_gradients(context_id)[leaf].neg_()
+    assert (KEPT.pop("gradient") == 2).all()
+
+
+def made_by_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(4, 2)
+
+
+@pytest.mark.parametrize(
+    "make", [made_by_inference, lambda: torch.ones(1, 1).expand(4, 2), lambda: torch.ones(9, 2)[:4]]
+)
+def test_any_gradient_may_be_changed_in_place_and_keeps_no_more_than_it_needs(trio: Cluster, make: Any) -> None:
+    leaf = torch.ones(4, 2, requires_grad=True)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [Give.apply(leaf, make).sum()])
+        found = autograd.get_gradients(context_id)[leaf]
+    assert found.add_(1).eq(2).all()
+    assert found.untyped_storage().nbytes() == found.nbytes
+
+
+def test_a_gradient_on_another_device_is_refused_as_it_is_locally(trio: Cluster) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id, pytest.raises(RuntimeError, match="expected device cpu"):
+        autograd.backward(context_id, [leaf], grad_tensors=[torch.ones(3, device="meta")])

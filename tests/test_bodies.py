@@ -159,7 +159,7 @@ def test_nothing_is_an_empty_parcel_unless_the_interceptor_has_something_to_say(
 
 
 def test_a_bundle_lays_big_tensors_onto_the_lane_and_the_link_holds_them_when_it_is_closed(pair: Pair) -> None:
-    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle = pair.sender.bundle(pair.to, pair.out, recorded=True)
     bundle.add([tensor(1), tensor(2, 10)])
     assert bundle.is_small is False
     bundle.add([tensor(3, LANE_LIMIT - 1), tensor(4, LANE_LIMIT)])
@@ -181,7 +181,7 @@ def test_a_bundle_lays_big_tensors_onto_the_lane_and_the_link_holds_them_when_it
 
 def test_a_bundle_to_a_peer_without_a_lane_uses_none() -> None:
     pair = Pair(lane_open=False)
-    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle = pair.sender.bundle(pair.to, pair.out, recorded=True)
     bundle.add([tensor(5)])
     assert not bundle.is_small
     parcel = pair.sender.close(pair.out, bundle)
@@ -190,7 +190,7 @@ def test_a_bundle_to_a_peer_without_a_lane_uses_none() -> None:
 
 
 def test_a_bundle_that_never_goes_holds_nothing(pair: Pair) -> None:
-    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle = pair.sender.bundle(pair.to, pair.out, recorded=True)
     bundle.add([tensor(1), tensor(2)])
     assert pair.slabs == 2
     del bundle
@@ -200,7 +200,7 @@ def test_a_bundle_that_never_goes_holds_nothing(pair: Pair) -> None:
 
 
 def test_a_bundle_with_a_tensor_that_cannot_go_still_has_the_others(pair: Pair) -> None:
-    bundle = pair.sender.bundle(pair.to, pair.out)
+    bundle = pair.sender.bundle(pair.to, pair.out, recorded=True)
     bundle.add([tensor(1)])
     with pytest.raises(SerializationError, match="only go through pickle"):
         bundle.add([torch.ones(2).to_mkldnn()])
@@ -236,7 +236,7 @@ def test_it_is_said_with_whatever_comes_next(pair: Pair, with_what: str) -> None
     if with_what == "pack":
         pair.receiver.pack(pair.origin, pair.back, [1])
     elif with_what == "bundle":
-        pair.receiver.bundle(pair.origin, pair.back)
+        pair.receiver.bundle(pair.origin, pair.back, recorded=True)
     elif with_what == "open":
         pair.open(other)
     else:

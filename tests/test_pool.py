@@ -511,6 +511,42 @@ def test_a_surplus_thread_leaves_even_if_each_is_woken_now_and_then(
         time.sleep(0.005)
 
 
+def test_as_many_threads_stay_as_were_busy_at_once_and_one(make: Callable[[int], Pool]) -> None:
+    pool = idle_threads(make, 8)
+    before = len(pool._threads)
+    pool._fewest_idle, pool._next_review = 3, 0.0  # of which two were too many
+    deadline = time.monotonic() + PATIENCE
+    while len(pool._threads) > before - 2:
+        assert time.monotonic() < deadline
+        os.eventfd_write(pool._waking._bell, 8)
+        time.sleep(0.005)
+    os.eventfd_write(pool._waking._bell, 8)
+    time.sleep(0.05)
+    assert len(pool._threads) == before - 2
+
+
+def test_a_thread_that_ends_leaves_nothing_corked(make: Callable[[int], Pool]) -> None:
+    class Reads:
+        def readable(self) -> Sequence[Work]:
+            os.eventfd_read(fd)
+            pool.flush_when_idle(self)
+            return ()
+
+        def linger(self) -> None:
+            pass
+
+        def flush(self) -> None:
+            flushed.set()
+
+    pool, source, flushed, fd = idle_threads(make, 8), Reads(), threading.Event(), os.eventfd(0)
+    pool._fewest_idle, pool._next_review = 8, 0.0
+    pool.watch(fd, source)
+    os.eventfd_write(fd, 1)
+    assert flushed.wait(AT_ONCE)
+    pool.forget(fd, source)
+    os.close(fd)
+
+
 def test_a_ring_wakes_one_thread(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     pool, answers = idle_threads(make, 8), []
     answer = pool._waking._answer_bell

@@ -553,7 +553,7 @@ def test_what_torch_prepares_for_is_left_to_torch(trio: Cluster, monkeypatch: py
     check(trio, fan_out)
     assert not calls
     if what == "an accelerator":
-        monkeypatch.setattr(runner, "_has_accelerator", lambda: True)
+        monkeypatch.setattr(runner, "_has_accelerator", True)
     else:
         monkeypatch.setattr(runner._torch_log, "level", logging.DEBUG)
         runner._torch_log.manager._clear_cache()

@@ -59,7 +59,7 @@ class Bodies:
             link.held[slab.number] = slab
         return parcel
 
-    def bundle(self, peer: Peer, link: Link, recorded: bool = True) -> values.Bundle:
+    def bundle(self, peer: Peer, link: Link, recorded: bool) -> values.Bundle:
         """As ``pack``, for a list of tensors that may grow until ``close``; ``recorded``: the interceptor sees them."""
         if self._borrowed:
             self.give_back()

@@ -55,7 +55,7 @@ class Mail:
     # --- what goes out ------------------------------------------------------------------------------------------
 
     def bundle(self, to: int, recorded: bool) -> values.Bundle:
-        """For tensors that go along with a note, perhaps such that autograd follows.  Raises WorkerLostError."""
+        """For tensors that go along with a note; ``recorded``: autograd follows them.  Raises WorkerLostError."""
         peer = self._peer(to)
         return self._bodies.bundle(peer, self._link_to(peer), recorded)
 

@@ -270,6 +270,8 @@ class Pool:
                 self._flush_corked()
             if not self._waits():
                 self._waking.clear_alarm()
+                if time.monotonic() > self._next_review and not self._corked and self._is_one_too_many():
+                    return
             patience = self._patience()  # a look at the queue, after the last thing that could make another rely on us
             woken, source = self._waking.wait(patience)
             joins = True
@@ -277,8 +279,6 @@ class Pool:
                 self._flush_corked()
             elif source is not None:
                 self._read(source)
-            if time.monotonic() > self._next_review and not self._waits() and self._leaves():
-                return
 
     def _read(self, source: Source) -> None:
         """Reads from a source and runs what came; a caller that just got its answer may ask again at once."""
@@ -351,13 +351,13 @@ class Pool:
             return _IDLE_SECONDS
         return _STUCK if self._is_full() and not self._urgent else _PATIENCE
 
-    def _leaves(self) -> bool:
-        """Whether this thread is one too many: never since the last review did the others have to do without another.
+    def _is_one_too_many(self) -> bool:
+        """Whether this idle thread should end: since the last review there was always another that had nothing to do.
 
-        Which of them it is says nothing: whichever the kernel likes was woken now and then.
+        Not for how long this one had nothing to do: the kernel wakes whichever it likes.
         """
         with self._lock:
-            if self._fewest_idle >= _SPARE < self._idle:
+            if self._fewest_idle >= _SPARE and self._idle > _SPARE:
                 self._idle -= 1
                 self._fewest_idle -= 1
                 return True

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from telegrad.autograd.context import AS_IT_IS, Entered, Scope
+from telegrad.autograd.context import Entered, Scope
 from telegrad.autograd.engine import Engine
 from telegrad.current import current_worker
 from telegrad.errors import UsageError
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 
 Root = Tensor | RRef[Any]
+
+_AS_IT_IS = nullcontext()
 
 
 def _engine() -> Engine:
@@ -59,7 +61,7 @@ def backward(
             tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
     gradients = _root_gradients(tensors, grad_tensors)
     # As in torch, a no_grad around it says nothing; but this thread will open what other workers send.
-    with AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
+    with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
         engine.backward(
             known,
             [_root_edge(tensor, index) for index, tensor in enumerate(tensors)],

@@ -6,7 +6,6 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,6 @@ from torch.autograd.graph import Node
 
 from telegrad.errors import UnknownWorkerError, UsageError
 from telegrad.ids import GlobalId
-
-AS_IT_IS = nullcontext()
 
 _WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
 _REMEMBERED = 4096  # ended contexts whose late messages are recognised

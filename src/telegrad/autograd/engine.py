@@ -173,7 +173,7 @@ class Engine:
         known: Pass | None = context.passes.get(pass_id)
         if root == self._me:
             return known  # None: it has failed, and this came late
-        if known is not None and known.head.floor >= head.floor:
+        if known is not None:
             return known
         with self._lock:
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))

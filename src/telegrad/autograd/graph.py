@@ -157,7 +157,10 @@ def is_leaf_alone(edges: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
     if len(edges) != 1 or type(edges[0].node) is not _ACCUMULATE:
         return False
     leaf: Any = edges[0].node
-    return leaf.variable.dtype is gradients[0].dtype and not has_hooks(leaf)  # torch casts another type, or refuses to
+    variable, gradient = leaf.variable, gradients[0]
+    if variable.dtype is not gradient.dtype or variable.device != gradient.device:
+        return False  # torch casts it, or refuses to
+    return not has_hooks(leaf)
 
 
 def has_hooks(leaf: Any) -> bool:

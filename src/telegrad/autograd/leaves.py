@@ -39,13 +39,10 @@ class Leaves:
             gradient = gradients[index]
             if gradient is None:
                 continue
-            if not differentiable:
-                if gradient.requires_grad:
-                    gradient = gradient.detach()
-                # A custom function, or a hook, may have kept it; torch hands one tensor to several leaves, or back what
-                # it was given; and some of it may still be on its way to another worker.
-                if sys.getrefcount(gradient) > _OURS or not _has_own_memory(gradient):
-                    gradient = gradient.clone()
+            # A custom function, or a hook, may have kept it; torch hands one tensor to several leaves, or back what it
+            # was given; and some of it may still be on its way to another worker.
+            if not differentiable and (sys.getrefcount(gradient) > _OURS or not _has_own_memory(gradient)):
+                gradient = gradient.detach().clone()
             own.append((leaf, leaf.variable, gradient))  # type: ignore[attr-defined]
         # A hook may change a gradient in place, so none runs before each has its own memory.
         for leaf, variable, gradient in own:
@@ -71,7 +68,12 @@ class Leaves:
 
 
 def _has_own_memory(gradient: Tensor) -> bool:
-    """Whether no other tensor has its memory, or a part of it.  Indices may be another's: nobody changes them."""
+    """Whether it can be kept as it is: no other tensor has its memory, as far as torch knows, or a part of it.
+
+    Indices may be another's: nobody changes them.
+    """
+    if gradient.requires_grad or gradient.is_inference():
+        return False
     if gradient.layout is torch.strided:
         values, alone = gradient, _ALONE
     elif gradient.layout is torch.sparse_coo:

@@ -18,7 +18,7 @@ call blocks; nothing else is left to do in that unit then.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from telegrad.autograd.diffusion import Diffusion
@@ -85,7 +85,7 @@ class LocalPass:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def came(self, sources: Iterable[int]) -> list[Job]:
+    def came(self, sources: Collection[int]) -> list[Job]:
         """Gradients have come together; the jobs to run."""
         try:
             jobs = [self._by_source[source] for source in sources]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from telegrad.errors import WorkerLostError
 
 _run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 _torch_log = logging.getLogger("torch.autograd.graph")
-_has_accelerator = cache(torch.accelerator.is_available)
+_has_accelerator = torch.accelerator.current_accelerator() is not None  # at least, this torch was built for one
 
 _ANCHOR_EDGE = get_gradient_edge(ANCHOR)
 _LONG = 0.001  # seconds: the others should not wait longer for what a turn has done so far
@@ -36,10 +36,10 @@ _LONG = 0.001  # seconds: the others should not wait longer for what a turn has 
 def run_backward(*args: Any) -> Any:
     """What torch.autograd.grad calls in the end.
 
-    That would check its arguments first, for 10 us, and import sympy to do so, the first time, for half a second.  And
-    what it calls first prepares for the threads of accelerators, and for a log that nobody reads.
+    That would check its arguments first, for 10 us, and import sympy to do so, the first time, for half a second.  Then
+    it prepares for the threads of accelerators, and for a log; here only where there are such.
     """
-    if _has_accelerator() or _torch_log.isEnabledFor(logging.DEBUG):
+    if _has_accelerator or _torch_log.isEnabledFor(logging.DEBUG):
         return _engine_run_backward(*args, accumulate_grad=False)
     return _run_backward(*args, accumulate_grad=False)
 
