@@ -255,6 +255,21 @@ def test_an_idle_worker_hears_heartbeats_and_is_not_lost() -> None:
         assert "lost" not in first.log()
 
 
+def test_a_job_that_was_stopped_as_a_whole_goes_on() -> None:
+    """As after a Ctrl-Z, or on a laptop that slept."""
+    with troupe(2, heartbeat=1.0) as cast:
+        first = cast[0]
+        first.run(rpc.rpc_sync, "worker1", deeds.nothing)
+        for puppet in cast:
+            puppet.signal(signal.SIGSTOP)
+        time.sleep(3)
+        for puppet in cast:
+            puppet.signal(signal.SIGCONT)
+        time.sleep(1.5)  # for the clocks to look
+        assert first.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
+        assert "lost" not in first.log()
+
+
 # --- what it costs ----------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from telegrad.agent.bodies import Bodies
@@ -77,6 +78,7 @@ class Agent:
         self.outcomes = Outcomes(
             self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle
         )
+        self._help_future = self.outcomes.help_future
         self.handlers: dict[type, Handler] = {}
         self.lost_handlers: list[Callable[[int], None]] = []
         self.now_and_then: Callable[[], float] = lambda: math.inf  # called at each tick; in how many seconds again?
@@ -89,6 +91,7 @@ class Agent:
         self._peers: dict[int, Peer] = {}
         self._names: dict[str, Peer] = {}
         self._next_trim = 0.0
+        self._last_tick = time.monotonic()
         self._clock = Clock(me.name, self._tick)
         self.mail = Mail(self.peer, self.link_to, self.bodies, self.pool, self._clock, options.note_pause)
 
@@ -184,7 +187,7 @@ class Agent:
                 self._lent[waiting.call_id] = link, parcel.lent
             self._clock.wake_before(waiting.deadline)
             if future is not None:
-                future._help = lambda wait: self.outcomes.help_future(waiting, wait)
+                future._help = partial(self._help_future, waiting)
             link.send(message(waiting.call_id, parcel.body), parcel.stream)
         except BaseException:
             self._forget_call(peer, ticket)
@@ -354,8 +357,13 @@ class Agent:
         self.mail.tick(now)
         self.bodies.give_back()
         again_in = self.now_and_then()
+        # If this very process was stopped meanwhile (a Ctrl-Z, a laptop that slept), it has not listened either.
+        was_away = now - self._last_tick > self.options.heartbeat / 2
+        self._last_tick = now
         for peer in self.peers:
             for link in peer.links if peer.id != self.me.worker_id else ():
+                if was_away:
+                    link.last_heard = now
                 self._check_pulse(link, now)
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS

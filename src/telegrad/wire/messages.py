@@ -32,8 +32,12 @@ import msgspec
 from telegrad.ids import GlobalId
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The base of all records: positional on the wire, so small, and checked field by field when read."""
+class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """The base of all records: positional on the wire, so small, and checked field by field when read.
+
+    None can be part of a cycle, so the garbage collector need not know of them: a backlog of calls would make it look
+    at everything in the process (0.1 s, with torch) the more often.
+    """
 
 
 #: An int that a malformed message cannot make negative.
