@@ -41,6 +41,12 @@ def launch(
     return Result(code, out.getvalue().decode(), err.getvalue().decode())
 
 
+def _obey_signals() -> None:
+    """A job in a shell's background ignores the one, under nohup the other, and so would all that is started there."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Launcher:
     """``telegrad run`` as a process of its own, to be signalled."""
 
@@ -51,8 +57,7 @@ class Launcher:
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(SOURCE)},
-            # A job in a shell's background ignores it, and so would all that the tests start there.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=_obey_signals,
         )
 
     def wait_for(self, text: str, times: int) -> list[str]:
