@@ -390,7 +390,7 @@ def test_a_side_that_polls_is_stopped_while_nothing_is_asked_of_it() -> None:
         for _ in range(2):
             assert len(side.measure("empty_call", Plan(warmup=1, samples=5))) == 5
             assert eventually(lambda: states() == {"T"})
-        assert side.idle_cores(0.1) >= 0.0  # more than one where it polls, but that is not ours to promise
+        side.idle_cores(0.1)  # wakes it for that; how much it uses is not ours to promise
         assert eventually(lambda: states() == {"T"})
         assert side.stop() is None
     finally:

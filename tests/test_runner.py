@@ -478,33 +478,18 @@ def test_a_letter_that_nothing_can_join_leaves_from_within_the_engine(
 # --- units beside each other ------------------------------------------------------------------------------------
 
 
-class Scale(torch.autograd.Function):
-    """Uses the memory of its gradient again."""
-
-    memory = torch.empty(3, dtype=torch.float64)
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return tensor * factor
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return torch.mul(gradient, ctx.factor, out=Scale.memory), None
+def recycled_weight() -> Tensor:
+    return recycling(7, WEIGHTS["b"] * 1, WEIGHTS["b"] * 1)
 
 
-def scaled_weight() -> Tensor:
-    return Scale.apply(WEIGHTS["b"] * 1, 7.0)  # type: ignore[no-any-return]
-
-
-def scaled_tensor(tensor: Tensor) -> Tensor:
-    return Scale.apply(tensor, 3.0)  # type: ignore[no-any-return]
+def recycled(tensor: Tensor) -> Tensor:
+    return recycling(3, tensor, tensor * 1)
 
 
 @both_modes
 def test_a_unit_that_received_nothing_does_not_spoil_what_another_sends(trio: Cluster, mode: Mode) -> None:
     def program(call: Call) -> Tensor:
-        own, received = call("b", scaled_weight), call("b", scaled_tensor, WEIGHTS["a"].exp())
+        own, received = call("b", recycled_weight), call("b", recycled, WEIGHTS["a"].exp())
         return (own * received.detach() + received).sum()
 
     check(trio, program, mode)
