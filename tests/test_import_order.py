@@ -34,6 +34,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.calls  telegrad.agent.clock  telegrad.agent.failures  telegrad.agent.notes  telegrad.agent.peers
     telegrad.agent.alarm  telegrad.agent.futures  telegrad.agent.spin
     telegrad.agent.waking
+    telegrad.agent.look
     telegrad.agent.pool
     telegrad.agent.link  telegrad.agent.memory
     telegrad.agent.bodies  telegrad.agent.outcomes

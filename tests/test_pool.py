@@ -302,6 +302,39 @@ def test_rule_3_others_join_when_progress_ends(
     assert 8 <= long.done < 20
 
 
+@pytest.mark.parametrize("joins", [True, False])
+def test_rule_3_others_join_only_where_that_may_help(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, joins: bool
+) -> None:
+    looks: list[list[int]] = []
+
+    def should_join(threads: list[int]) -> bool:
+        looks.append(threads)
+        return joins
+
+    monkeypatch.setattr(telegrad.agent.pool, "_SLOW", PATIENCE)
+    monkeypatch.setattr(telegrad.agent.pool, "should_join", should_join)
+    pool, threads, looked = make(4), list[int](), threading.Event()
+
+    def work() -> None:
+        threads.append(threading.get_native_id())
+        eventually(lambda: looks)
+        looked.wait(0.05)
+
+    pool.submit_all([call(work), call(lambda: (threads.append(threading.get_native_id()), looked.set()))])
+    assert eventually(lambda: len(threads) == 2)
+    assert (threads[0] != threads[1]) == joins
+    assert looks[0] == threads[:1]
+
+
+def test_rule_3_others_join_in_the_end(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "should_join", lambda threads: False)
+    pool, crowd = make(4), Crowd()
+    pool.submit_all([call(crowd) for _ in range(4)])
+    assert eventually(lambda: crowd.inside == 4)
+    crowd.go.set()
+
+
 def test_rule_4_a_stuck_pool_grows(make: Callable[[int], Pool]) -> None:
     pool, crowd = make(2), Crowd()  # whose waits the pool cannot see
     pool.submit_all([call(crowd) for _ in range(6)])

@@ -7,7 +7,9 @@ has read from it, so it can run what it read without a hop to another (10-30 us 
 2. Calls of users wait while ``limit`` threads run; a thread that waits for another worker does not count.  All other
    work is begun even then, after a millisecond without progress, since what runs may be waiting for it.
 3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two
-   threads are slower than one on short functions; when it makes no progress for a millisecond, others join in.
+   threads are slower than one on short functions; when it makes no progress for a millisecond, others join in.  Where
+   it merely lacks the GIL, or a core, they do so after ten: every further thread would make that worse (the backward of
+   1,000 sends took 180 ms in place of 75).
 4. If all that run are stuck (say, in a wait that we cannot see) while calls are queued, the limit gives way: when none
    was begun for 50 ms, whatever else has happened.
 5. Answers given while more work is queued are corked, so that a burst of calls costs a few sends and not one each;
@@ -24,6 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
+from telegrad.agent.look import Look, should_join
 from telegrad.agent.waking import Waking
 
 log = logging.getLogger("telegrad.agent")
@@ -39,6 +42,7 @@ class UserCall(tuple[Callable[[Any, Any], object], Any, Any]):
 
 
 _PATIENCE = 0.001  # how long a burst may make no progress before others join in
+_SLOW = 0.010  # the same, where it is not stuck but slow
 _STUCK = 0.05  # how long a full pool may make no progress before the limit gives way
 _IDLE_SECONDS = 10.0  # for how long a thread must have been one too many before one ends
 _SPARE = 2  # idle threads that always stay
@@ -58,25 +62,6 @@ class Source(Outlet, Protocol):
 
     def linger(self) -> Sequence[Work] | None:
         """As ``readable``, for a moment in which more may come; None if nothing did."""
-
-
-class _Look:
-    """A thread's look at a count: for how long it has seen the same."""
-
-    __slots__ = ("_count", "_since")
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        self._count = -1
-        self._since = 0.0
-
-    def unchanged(self, count: int) -> float:
-        now = time.monotonic()
-        if count != self._count:
-            self._count, self._since = count, now
-        return now - self._since
 
 
 class Pool:
@@ -100,6 +85,8 @@ class Pool:
         self._fewest_idle = 0  # since the last review
         self._next_review = time.monotonic() + _IDLE_SECONDS
         self._busy = 0
+        self._running: set[int] = set()  # the threads that run something, as the system numbers them
+        self._watcher: int | None = None  # the idle thread that looks whether those get on; one is enough
         self._blocked = 0
         self._taken = 0  # how much work was ever begun: unchanged means no progress
         self._calls_taken = 0  # and how many calls of users
@@ -254,7 +241,7 @@ class Pool:
 
     def _serve(self) -> None:
         """An endless loop of: take what is queued, else wait for something to happen.  Enters and stays 'idle'."""
-        work, calls = _Look(), _Look()
+        work, calls = Look(_SLOW / 2), Look(_STUCK)
         joins = True
         while not self._closed:
             queue = self._pick(work, calls)
@@ -272,8 +259,13 @@ class Pool:
                 self._waking.clear_alarm()
                 if time.monotonic() > self._next_review and not self._corked and self._is_one_too_many():
                     return
-            patience = self._patience()  # a look at the queue, after the last thing that could make another rely on us
-            woken, source = self._waking.wait(patience)
+            # A look at the queue, after the last thing that could make another rely on us.
+            patience = self._patience(work)
+            try:
+                woken, source = self._waking.wait(patience)
+            finally:
+                if self._watcher == threading.get_ident():
+                    self._watcher = None
             joins = True
             if not woken:
                 self._flush_corked()
@@ -304,6 +296,8 @@ class Pool:
         who look out for an answer would stop at that."""
         if not self._corked:
             return
+        if self._waits():
+            self._waking.set_alarm()  # another may have to watch
         with self._lock:
             self._one_idle_less()
         self._uncork()
@@ -321,7 +315,7 @@ class Pool:
         """Whether the limit lets this thread, which counts already, run a user's function."""
         return self._busy <= self._limit + self._extra
 
-    def _pick(self, work: _Look, calls: _Look) -> deque[Work] | None:
+    def _pick(self, work: Look, calls: Look) -> deque[Work] | None:
         """Rules 2 to 4: the queue that this thread should take from, which has had these looks at what was begun."""
         if not self._urgent and not self._queue:
             work.begin()
@@ -332,7 +326,8 @@ class Pool:
             if full and not self._urgent:
                 stalled = calls.unchanged(self._calls_taken) >= _STUCK
             else:
-                stalled = work.unchanged(self._taken) >= _PATIENCE
+                waited = work.unchanged(self._taken)
+                stalled = waited >= _SLOW or (waited >= _PATIENCE and should_join(list(self._running)))
             if not stalled and (full or not self._stuck):
                 return None  # those that run will come for it
             self._stuck = self._stuck or stalled
@@ -345,11 +340,18 @@ class Pool:
     def _is_full(self) -> bool:
         return self._busy >= self._limit + self._extra
 
-    def _patience(self) -> float:
+    def _patience(self, work: Look) -> float:
         if not self._waits():
             self._stuck, self._extra = False, 0
             return _IDLE_SECONDS
-        return _STUCK if self._is_full() and not self._urgent else _PATIENCE
+        me = threading.get_ident()
+        if self._watcher is None:
+            self._watcher = me
+        elif self._watcher != me:
+            return _IDLE_SECONDS  # when that one begins something, it sets the alarm
+        if self._is_full() and not self._urgent:
+            return _STUCK
+        return _PATIENCE if work.unchanged(self._taken) < _PATIENCE else _SLOW / 2
 
     def _is_one_too_many(self) -> bool:
         """Whether this idle thread should end: since the last review there was always another that had nothing to do.
@@ -370,6 +372,7 @@ class Pool:
             self._busy += 1
             self._one_idle_less()
         self._here.running = True
+        self._running.add(threading.get_native_id())
 
     def _one_idle_less(self) -> None:
         """The caller holds the lock."""
@@ -381,6 +384,7 @@ class Pool:
 
     def _end(self) -> None:
         self._here.running = False
+        self._running.discard(threading.get_native_id())
         with self._lock:
             self._busy -= 1
             self._idle += 1

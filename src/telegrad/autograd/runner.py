@@ -233,6 +233,7 @@ class Runner:
             except WorkerLostError:
                 raise self._lost(to) from None
         letter.add(recv.message_id, gradients)
+        self._agent.pool.progress()
         if at_once or not letter.may_grow or (alone and letter.counted):
             self._post_letter(this, to, turn.letters.pop(to))
 
