@@ -75,12 +75,6 @@ def test_those_that_want_the_gil_are_not_to_be_joined() -> None:
     assert sum(answers) < 20, "now and then it has the GIL itself for a moment"
 
 
-def test_those_that_wait_may_wait_for_another_that_has_the_gil() -> None:
-    with thread_that(lambda: None), thread_that(lambda: time.sleep(PATIENCE / 100)) as waits:
-        answers = [should_join([waits]) for _ in range(200)]
-    assert sum(answers) < 20
-
-
 def one_that_needs_no_gil() -> object:
     return hashlib.pbkdf2_hmac("sha256", b"word", b"salt", 100_000)
 

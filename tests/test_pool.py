@@ -335,6 +335,54 @@ def test_rule_3_others_join_in_the_end(make: Callable[[int], Pool], monkeypatch:
     crowd.go.set()
 
 
+def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that read it runs all of it; nobody has to grow impatient first."""
+    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 2 * PATIENCE)
+    monkeypatch.setattr(telegrad.agent.pool, "_SLOW", 2 * PATIENCE)
+    monkeypatch.setattr(telegrad.agent.pool, "_STUCK", 2 * PATIENCE)
+    pool, long, threads = make(4), Crowd(), list[int]()
+    bell = Bell(pool)
+    bell.ring(call(long))
+    assert eventually(lambda: long.inside == 1)
+    bell.ring(*(call(lambda: threads.append(threading.get_ident())) for _ in range(10)))
+    assert eventually(lambda: len(threads) == 10)
+    assert len(set(threads)) == 1
+    long.go.set()
+    bell.close()
+
+
+def test_rule_3_who_drains_the_queue_is_replaced_when_it_waits_for_another_worker(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "should_join", lambda threads: False)
+    pool, waits, begun = make(4), Crowd(), list[int]()
+    bell = Bell(pool)
+
+    def wait_for_another() -> None:
+        with pool.blocked():
+            waits()
+
+    bell.ring(call(wait_for_another), *(call(lambda: begun.append(threading.get_ident())) for _ in range(10)))
+    assert eventually(lambda: len(begun) == 10)
+    assert len(set(begun)) == 1
+    waits.go.set()
+    bell.close()
+
+
+def test_rule_3_progress_does_not_keep_others_from_calls_for_long(make: Callable[[int], Pool]) -> None:
+    pool, joined = make(4), threading.Event()
+
+    def work() -> None:
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and not joined.wait(0.0002):
+            pool.progress()
+
+    pool.submit_all([(lambda *_: work(), None, None), call(joined.set)])
+    assert joined.wait(PATIENCE / 2)
+
+
 def test_rule_4_a_stuck_pool_grows(make: Callable[[int], Pool]) -> None:
     pool, crowd = make(2), Crowd()  # whose waits the pool cannot see
     pool.submit_all([call(crowd) for _ in range(6)])
@@ -501,6 +549,27 @@ def test_rule_5_answers_do_not_wait_for_a_long_call_behind_them(make: Callable[[
     assert bell.flushed.wait(PATIENCE)
     assert corked == [True]
     crowd.go.set()
+    bell.close()
+
+
+def test_rule_5_a_receiver_that_reads_nothing_does_not_keep_the_last_call_from_the_others(
+    make: Callable[[int], Pool],
+) -> None:
+    """A thread that came for the last one sends the corked answers first, and is kept there."""
+    pool, last, go = idle_threads(make, 4), threading.Event(), threading.Event()
+
+    class Full:
+        def flush(self) -> None:
+            go.wait(PATIENCE)
+
+    def answer_and_wait() -> None:
+        pool.cork(Full())
+        last.wait(PATIENCE)
+
+    bell = Bell(pool)
+    bell.ring(call(lambda: last.wait(PATIENCE)), call(answer_and_wait), call(last.set))
+    assert last.wait(AT_ONCE)
+    go.set()
     bell.close()
 
 
@@ -676,3 +745,25 @@ def test_what_nobody_began_can_be_taken_away() -> None:
     pool.submit_all([user, other])
     assert sorted(map(id, pool.drain())) == sorted([id(user), id(other)])
     assert pool.drain() == []
+
+
+def test_a_thread_that_ends_leaves_no_work_behind_whose_alarm_it_has_cleared(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, busy, begun = idle_threads(make, 5), Crowd(), threading.Event()
+    pool.submit((lambda *_: busy(), None, None))
+    assert eventually(lambda: busy.inside == 1)
+    clear, first = pool._waking.clear_alarm, [True]
+
+    def clear_after_a_submit() -> None:
+        """It has seen that nothing was queued."""
+        if first:
+            first.clear()
+            pool.submit(call(begun.set))
+        clear()
+
+    monkeypatch.setattr(pool._waking, "clear_alarm", clear_after_a_submit)
+    pool._fewest_idle, pool._next_review = pool._idle, 0.0
+    pool._waking.ring()
+    assert begun.wait(AT_ONCE)
+    busy.go.set()

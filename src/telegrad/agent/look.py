@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from collections.abc import Iterable
 
 # Their calls keep the GIL; those of ``os`` let go of it.
 _keeping = ctypes.PyDLL(None)
 _MOMENT = 150  # microseconds: longer than a thread takes to wake up and find that another has the GIL
+_SOON = 0.002  # seconds
 
 
 class Look:
@@ -45,13 +45,12 @@ def should_join(threads: Iterable[int]) -> bool:
         _keeping.usleep(_MOMENT)
         if any(map(_runs_beside, files)):
             return _is_a_core_free()
-    # From here on others can have the GIL.  If any has something to do with it, these may be waiting for that one.
-    me = threading.get_native_id()
-    others = [thread.native_id for thread in threading.enumerate() if thread.native_id != me]
-    return not any(_is_running(_read(_state_of(other))) for other in others)
+    # From here on others can have the GIL.  That it does not come back soon says as much as that one of these has it.
+    end = time.monotonic() + _SOON
+    return not any(_is_running(_read(file)) or time.monotonic() > end for file in files)
 
 
-def _state_of(thread: int | None) -> str:
+def _state_of(thread: int) -> str:
     """The file that says it."""
     return f"/proc/self/task/{thread}/stat"
 

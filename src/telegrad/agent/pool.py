@@ -7,9 +7,10 @@ has read from it, so it can run what it read without a hop to another (10-30 us 
 2. Calls of users wait while ``limit`` threads run; a thread that waits for another worker does not count.  All other
    work is begun even then, after a millisecond without progress, since what runs may be waiting for it.
 3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two
-   threads are slower than one on short functions; when it makes no progress for a millisecond, others join in.  Where
-   it merely lacks the GIL, or a core, they do so after ten: every further thread would make that worse (the backward of
-   1,000 sends took 180 ms in place of 75).
+   threads are slower than one on short functions: it *drains* the queue, and others that come to an end meanwhile leave
+   that to it.  When it makes no progress for a millisecond, others join in.  Where it merely lacks the GIL, or a core,
+   they do so after five: every further thread would make that worse (the backward of 1,000 sends took 180 ms in place
+   of 75).
 4. If all that run are stuck (say, in a wait that we cannot see) while calls are queued, the limit gives way: when none
    was begun for 50 ms, whatever else has happened.
 5. Answers given while more work is queued are corked, so that a burst of calls costs a few sends and not one each;
@@ -42,7 +43,7 @@ class UserCall(tuple[Callable[[Any, Any], object], Any, Any]):
 
 
 _PATIENCE = 0.001  # how long a burst may make no progress before others join in
-_SLOW = 0.010  # the same, where it is not stuck but slow
+_SLOW = 0.005  # the same, where it is not stuck but slow
 _STUCK = 0.05  # how long a full pool may make no progress before the limit gives way
 _IDLE_SECONDS = 10.0  # for how long a thread must have been one too many before one ends
 _SPARE = 2  # idle threads that always stay
@@ -86,7 +87,7 @@ class Pool:
         self._next_review = time.monotonic() + _IDLE_SECONDS
         self._busy = 0
         self._running: set[int] = set()  # the threads that run something, as the system numbers them
-        self._watcher: int | None = None  # the idle thread that looks whether those get on; one is enough
+        self._drainer: int | None = None  # the one that takes what is queued, one after the other (rule 3)
         self._blocked = 0
         self._taken = 0  # how much work was ever begun: unchanged means no progress
         self._calls_taken = 0  # and how many calls of users
@@ -147,6 +148,8 @@ class Pool:
             yield
             return
         self._here.blocked = True
+        self._stop_draining(threading.get_ident())
+        self._running.discard(threading.get_native_id())
         with self._lock:
             self._busy -= 1
             self._blocked += 1
@@ -160,6 +163,7 @@ class Pool:
             with self._lock:
                 self._busy += 1
                 self._blocked -= 1
+            self._running.add(threading.get_native_id())
             self._here.blocked = False
 
     def running(self) -> int:
@@ -244,7 +248,7 @@ class Pool:
         work, calls = Look(_SLOW / 2), Look(_STUCK)
         joins = True
         while not self._closed:
-            queue = self._pick(work, calls)
+            queue = self._pick(work, calls, joins)
             if queue is not None:
                 self._begin()
                 if joins and self._stuck:
@@ -258,14 +262,12 @@ class Pool:
             if not self._waits():
                 self._waking.clear_alarm()
                 if time.monotonic() > self._next_review and not self._corked and self._is_one_too_many():
+                    if self._waits():
+                        self._waking.ring()  # it came just now, and its alarm may have been cleared
                     return
             # A look at the queue, after the last thing that could make another rely on us.
             patience = self._patience(work)
-            try:
-                woken, source = self._waking.wait(patience)
-            finally:
-                if self._watcher == threading.get_ident():
-                    self._watcher = None
+            woken, source = self._waking.wait(patience)
             joins = True
             if not woken:
                 self._flush_corked()
@@ -283,6 +285,7 @@ class Pool:
                 else:
                     self._enqueue(work)
                     if len(work) > 1 and (self._urgent or self._has_room()):
+                        self._drainer = self._drainer or threading.get_ident()
                         self._run_next(self._urgent or self._queue)
                 self._end()
             if self._waits() or self._corked or self._lingering:
@@ -315,27 +318,38 @@ class Pool:
         """Whether the limit lets this thread, which counts already, run a user's function."""
         return self._busy <= self._limit + self._extra
 
-    def _pick(self, work: Look, calls: Look) -> deque[Work] | None:
-        """Rules 2 to 4: the queue that this thread should take from, which has had these looks at what was begun."""
+    def _pick(self, work: Look, calls: Look, joins: bool) -> deque[Work] | None:
+        """Rules 2 to 4: the queue that this thread should take from, which has had these looks at what was begun.
+
+        ``joins``: it comes from idleness.
+        """
+        me = threading.get_ident()
         if not self._urgent and not self._queue:
             work.begin()
             calls.begin()  # when nothing is queued, nothing is stuck
+            self._stop_draining(me)
             return None
         full = self._is_full()
-        if self._busy:
-            if full and not self._urgent:
-                stalled = calls.unchanged(self._calls_taken) >= _STUCK
-            else:
+        drains = self._drainer == me or (self._drainer is None and not joins)
+        if self._busy and (full or not drains):
+            self._stop_draining(me)
+            stalled = bool(self._queue) and calls.unchanged(self._calls_taken) >= _STUCK
+            if not stalled and not (full and not self._urgent):
                 waited = work.unchanged(self._taken)
                 stalled = waited >= _SLOW or (waited >= _PATIENCE and should_join(list(self._running)))
             if not stalled and (full or not self._stuck):
                 return None  # those that run will come for it
             self._stuck = self._stuck or stalled
+        self._drainer = me
         if self._urgent:
             return self._urgent
         if full:
             self._extra += 1
         return self._queue
+
+    def _stop_draining(self, me: int) -> None:
+        if self._drainer == me:
+            self._drainer = None
 
     def _is_full(self) -> bool:
         return self._busy >= self._limit + self._extra
@@ -344,11 +358,6 @@ class Pool:
         if not self._waits():
             self._stuck, self._extra = False, 0
             return _IDLE_SECONDS
-        me = threading.get_ident()
-        if self._watcher is None:
-            self._watcher = me
-        elif self._watcher != me:
-            return _IDLE_SECONDS  # when that one begins something, it sets the alarm
         if self._is_full() and not self._urgent:
             return _STUCK
         return _PATIENCE if work.unchanged(self._taken) < _PATIENCE else _SLOW / 2
@@ -391,6 +400,7 @@ class Pool:
 
     def _run_next(self, queue: deque[Work]) -> None:
         if self._corked and len(self._queue) + len(self._urgent) == 1:
+            self._waking.put_off_alarm()
             self._uncork()  # before the last is taken: another thread may take it if this one is kept
         try:
             work = queue.popleft()

@@ -107,8 +107,8 @@ class Waking(Generic[S]):
 
     def clear_alarm(self) -> None:
         if self._alarm_ends:
-            self._alarm_ends = 0.0
             self._alarm.clear()
+            self._alarm_ends = 0.0  # last: who sets it at this moment may set it in vain, but it is not taken for set
 
     def _set(self) -> None:
         self._alarm_ends = time.monotonic() + self._pause
