@@ -313,6 +313,7 @@ def test_rule_3_others_join_only_where_that_may_help(
         return joins
 
     monkeypatch.setattr(telegrad.agent.pool, "_SLOW", PATIENCE)
+    monkeypatch.setattr(telegrad.agent.pool, "_STUCK", PATIENCE)
     monkeypatch.setattr(telegrad.agent.pool, "should_join", should_join)
     pool, threads, looked = make(4), list[int](), threading.Event()
 
@@ -335,8 +336,9 @@ def test_rule_3_others_join_in_the_end(make: Callable[[int], Pool], monkeypatch:
     crowd.go.set()
 
 
+@pytest.mark.parametrize("submitted", [True, False])
 def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
-    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, submitted: bool
 ) -> None:
     """The thread that read it runs all of it; nobody has to grow impatient first."""
     monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 2 * PATIENCE)
@@ -344,7 +346,7 @@ def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
     monkeypatch.setattr(telegrad.agent.pool, "_STUCK", 2 * PATIENCE)
     pool, long, threads = make(4), Crowd(), list[int]()
     bell = Bell(pool)
-    bell.ring(call(long))
+    (pool.submit if submitted else bell.ring)(call(long))
     assert eventually(lambda: long.inside == 1)
     bell.ring(*(call(lambda: threads.append(threading.get_ident())) for _ in range(10)))
     assert eventually(lambda: len(threads) == 10)
@@ -356,22 +358,36 @@ def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
 def test_rule_3_who_drains_the_queue_is_replaced_when_it_waits_for_another_worker(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "should_join", lambda threads: False)
-    pool, waits, begun = make(4), Crowd(), list[int]()
-    bell = Bell(pool)
+    """By one that comes to an end beside it."""
+    for name in ("_PATIENCE", "_SLOW", "_STUCK"):
+        monkeypatch.setattr(telegrad.agent.pool, name, 2 * PATIENCE)
+    pool, ends, stays, waits, begun = make(4), Crowd(), Crowd(), Crowd(), list[int]()
+    bell, other = Bell(pool), Bell(pool)
+    pool.submit(call(ends))
+    assert eventually(lambda: ends.inside == 1)
+    other.ring(call(stays))
+    assert eventually(lambda: stays.inside == 1)
 
     def wait_for_another() -> None:
         with pool.blocked():
             waits()
 
     bell.ring(call(wait_for_another), *(call(lambda: begun.append(threading.get_ident())) for _ in range(10)))
-    assert eventually(lambda: len(begun) == 10)
-    assert len(set(begun)) == 1
+    assert eventually(lambda: waits.inside == 1)
+    ends.go.set()
+    assert eventually(lambda: len(begun) == 10, AT_ONCE)
     waits.go.set()
+    stays.go.set()
     bell.close()
+    other.close()
 
 
-def test_rule_3_progress_does_not_keep_others_from_calls_for_long(make: Callable[[int], Pool]) -> None:
+@as_call_or_not
+def test_rule_3_progress_does_not_keep_others_from_what_is_queued_for_long(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
+) -> None:
+    monkeypatch.setattr(telegrad.agent.pool, "should_join", lambda threads: False)
+    monkeypatch.setattr(telegrad.agent.pool, "_SLOW", 1.0)
     pool, joined = make(4), threading.Event()
 
     def work() -> None:
@@ -379,7 +395,9 @@ def test_rule_3_progress_does_not_keep_others_from_calls_for_long(make: Callable
         while time.monotonic() < end and not joined.wait(0.0002):
             pool.progress()
 
-    pool.submit_all([(lambda *_: work(), None, None), call(joined.set)])
+    pool.submit_all(
+        [(lambda *_: work(), None, None), call(joined.set) if is_call else (lambda *_: joined.set(), None, None)]
+    )
     assert joined.wait(PATIENCE / 2)
 
 

@@ -15,7 +15,7 @@ _SOON = 0.002  # seconds
 
 class Look:
     """For how long it has seen the same count.  A pause between two looks counts for so much at most: if it was longer,
-    the thread could not look, nor those that it looks at get on (a garbage collection, say, of 80 ms)."""
+    the thread could not look, for another had the GIL (a garbage collection, say, of 80 ms)."""
 
     __slots__ = ("_count", "_last", "_longest", "_unchanged")
 
@@ -61,7 +61,7 @@ def _is_running(stat: bytes) -> bool:
 
 
 def _read(file: str) -> bytes:
-    """The beginning of a file; nothing if it is not there: the thread has ended, or this is not Linux."""
+    """The beginning of a file; nothing if it is not there: the thread has ended."""
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

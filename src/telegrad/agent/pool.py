@@ -9,8 +9,8 @@ has read from it, so it can run what it read without a hop to another (10-30 us 
 3. A burst read from one connection is run by the thread that read it, one after the other, for under the GIL two
    threads are slower than one on short functions: it *drains* the queue, and others that come to an end meanwhile leave
    that to it.  When it makes no progress for a millisecond, others join in.  Where it merely lacks the GIL, or a core,
-   they do so after five: every further thread would make that worse (the backward of 1,000 sends took 180 ms in place
-   of 75).
+   they wait longer, 20-30 ms where another has the GIL all the time: every further thread would make that worse (the
+   backward of 1,000 sends took 180 ms in place of 75).
 4. If all that run are stuck (say, in a wait that we cannot see) while calls are queued, the limit gives way: when none
    was begun for 50 ms, whatever else has happened.
 5. Answers given while more work is queued are corked, so that a burst of calls costs a few sends and not one each;
@@ -89,8 +89,10 @@ class Pool:
         self._running: set[int] = set()  # the threads that run something, as the system numbers them
         self._drainer: int | None = None  # the one that takes what is queued, one after the other (rule 3)
         self._blocked = 0
-        self._taken = 0  # how much work was ever begun: unchanged means no progress
-        self._calls_taken = 0  # and how many calls of users
+        self._taken = 0  # how much work was ever begun, or pieces of it: unchanged means no progress
+        self._begun = 0  # without the pieces
+        self._calls_taken = 0  # and of that, how many calls of users
+        self._looking = threading.Lock()
         self._stuck = False
         self._joined_at = 0  # how much was begun when a thread last joined those that are stuck, its own included
         self._extra = 0  # by how much the limit has given way
@@ -245,12 +247,15 @@ class Pool:
 
     def _serve(self) -> None:
         """An endless loop of: take what is queued, else wait for something to happen.  Enters and stays 'idle'."""
-        work, calls = Look(_SLOW / 2), Look(_STUCK)
+        looks = Look(_SLOW / 2), Look(_STUCK), Look(_STUCK)
         joins = True
         while not self._closed:
-            queue = self._pick(work, calls, joins)
+            queue = self._pick(*looks, joins)
             if queue is not None:
                 self._begin()
+                if queue is self._queue and not self._has_room():
+                    self._end()  # another was faster
+                    continue
                 if joins and self._stuck:
                     self._join()
                 joins = False
@@ -266,7 +271,7 @@ class Pool:
                         self._waking.ring()  # it came just now, and its alarm may have been cleared
                     return
             # A look at the queue, after the last thing that could make another rely on us.
-            patience = self._patience(work)
+            patience = self._patience(looks[0])
             woken, source = self._waking.wait(patience)
             joins = True
             if not woken:
@@ -285,7 +290,7 @@ class Pool:
                 else:
                     self._enqueue(work)
                     if len(work) > 1 and (self._urgent or self._has_room()):
-                        self._drainer = self._drainer or threading.get_ident()
+                        self._drainer = threading.get_ident()  # another may be at its last for long
                         self._run_next(self._urgent or self._queue)
                 self._end()
             if self._waits() or self._corked or self._lingering:
@@ -318,25 +323,27 @@ class Pool:
         """Whether the limit lets this thread, which counts already, run a user's function."""
         return self._busy <= self._limit + self._extra
 
-    def _pick(self, work: Look, calls: Look, joins: bool) -> deque[Work] | None:
-        """Rules 2 to 4: the queue that this thread should take from, which has had these looks at what was begun.
+    def _pick(self, progress: Look, begun: Look, calls: Look, joins: bool) -> deque[Work] | None:
+        """Rules 2 to 4: the queue that this thread should take from, which has had these looks at what was done.
 
-        ``joins``: it comes from idleness.
+        ``joins``: it was woken, and did not just come to the end of something.
         """
         me = threading.get_ident()
         if not self._urgent and not self._queue:
-            work.begin()
-            calls.begin()  # when nothing is queued, nothing is stuck
+            for look in (progress, begun, calls):
+                look.begin()  # when nothing is queued, nothing is stuck
             self._stop_draining(me)
             return None
         full = self._is_full()
         drains = self._drainer == me or (self._drainer is None and not joins)
         if self._busy and (full or not drains):
             self._stop_draining(me)
-            stalled = bool(self._queue) and calls.unchanged(self._calls_taken) >= _STUCK
-            if not stalled and not (full and not self._urgent):
-                waited = work.unchanged(self._taken)
-                stalled = waited >= _SLOW or (waited >= _PATIENCE and should_join(list(self._running)))
+            if full and not self._urgent:
+                stalled = calls.unchanged(self._calls_taken) >= _STUCK
+            else:
+                waited = progress.unchanged(self._taken)
+                stalled = waited >= _SLOW or begun.unchanged(self._begun) >= _STUCK
+                stalled = stalled or (waited >= _PATIENCE and self._should_join())
             if not stalled and (full or not self._stuck):
                 return None  # those that run will come for it
             self._stuck = self._stuck or stalled
@@ -347,6 +354,15 @@ class Pool:
             self._extra += 1
         return self._queue
 
+    def _should_join(self) -> bool:
+        """Of several threads that would look at the same moment one does."""
+        if not self._looking.acquire(blocking=False):
+            return False
+        try:
+            return should_join(list(self._running))
+        finally:
+            self._looking.release()
+
     def _stop_draining(self, me: int) -> None:
         if self._drainer == me:
             self._drainer = None
@@ -354,13 +370,13 @@ class Pool:
     def _is_full(self) -> bool:
         return self._busy >= self._limit + self._extra
 
-    def _patience(self, work: Look) -> float:
+    def _patience(self, progress: Look) -> float:
         if not self._waits():
             self._stuck, self._extra = False, 0
             return _IDLE_SECONDS
         if self._is_full() and not self._urgent:
             return _STUCK
-        return _PATIENCE if work.unchanged(self._taken) < _PATIENCE else _SLOW / 2
+        return _PATIENCE if progress.unchanged(self._taken) < _PATIENCE else _SLOW / 2
 
     def _is_one_too_many(self) -> bool:
         """Whether this idle thread should end: since the last review there was always another that had nothing to do.
@@ -461,6 +477,7 @@ class Pool:
 
     def _run(self, work: Work) -> None:
         self._taken += 1
+        self._begun += 1
         self._calls_taken += type(work) is UserCall
         function, first, second = work
         try:
