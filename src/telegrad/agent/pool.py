@@ -44,7 +44,7 @@ class UserCall(tuple[Callable[[Any, Any], object], Any, Any]):
 
 _PATIENCE = 0.001  # how long a burst may make no progress before others join in
 _SLOW = 0.005  # the same, where it is not stuck but slow
-_STUCK = 0.05  # how long a full pool may make no progress before the limit gives way
+_STUCK = 0.05  # how long nothing may be begun before the limit of a full pool gives way, or others join in anyway
 _IDLE_SECONDS = 10.0  # for how long a thread must have been one too many before one ends
 _SPARE = 2  # idle threads that always stay
 
@@ -92,7 +92,7 @@ class Pool:
         self._taken = 0  # how much work was ever begun, or pieces of it: unchanged means no progress
         self._begun = 0  # without the pieces
         self._calls_taken = 0  # and of that, how many calls of users
-        self._looking = threading.Lock()
+        self._looking = threading.Lock()  # held by the thread that looks how those that run get on
         self._stuck = False
         self._joined_at = 0  # how much was begun when a thread last joined those that are stuck, its own included
         self._extra = 0  # by how much the limit has given way
@@ -247,7 +247,7 @@ class Pool:
 
     def _serve(self) -> None:
         """An endless loop of: take what is queued, else wait for something to happen.  Enters and stays 'idle'."""
-        looks = Look(_SLOW / 2), Look(_STUCK), Look(_STUCK)
+        looks = Look(_SLOW / 2), Look(_STUCK / 2), Look(_STUCK)
         joins = True
         while not self._closed:
             queue = self._pick(*looks, joins)
