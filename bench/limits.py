@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from bench.by_hand import HandMadeChain, HandMadeThreads
 from bench.row import Case, Plan, WrongReplyError
 from bench.rows import hybrid_parts, pipeline_parts
 from bench.rows.graphs import NODES, Graph, expected, make_graph
@@ -125,6 +126,9 @@ LIMITS = {
     for limit in (
         Limit("round_trip", "raw Unix-socket round trip", _RoundTrip, Plan(warmup=100, samples=400), Plan(5, 20)),
         Limit("memcpy", "memcpy into reused memory", _Memcpy, Plan(2, 8), Plan(1, 2), payload=_MEMCPY_BYTES),
+        Limit("hand_made_call", "by hand", lambda _: HandMadeChain(1), Plan(warmup=50, samples=250), Plan(2, 10)),
+        Limit("hand_made_chain", "by hand", lambda _: HandMadeChain(3), Plan(warmup=20, samples=100), Plan(2, 5)),
+        Limit("hand_made_threads", "by hand", lambda _: HandMadeThreads(), Plan(warmup=2, samples=8), Plan(1, 1)),
         Limit("plain_backward", "plain torch.autograd.grad", _PlainBackward, Plan(warmup=3, samples=20), Plan(1, 3)),
         Limit("plain_hybrid", "the same in one process", _PlainHybrid, Plan(warmup=5, samples=40), Plan(1, 3)),
         Limit("plain_pipeline", "the same in one process", _PlainPipeline, Plan(warmup=5, samples=40), Plan(1, 3)),

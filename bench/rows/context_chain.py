@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bench.library import Library
-from bench.row import CALLEES, CALLER, Plan, Row
+from bench.row import CALLEES, CALLER, Near, Plan, Row
 from bench.rows.passes import RemoteTask, WholePass
 from bench.rows.weights import hop
 
@@ -42,5 +42,6 @@ CONTEXT_CHAIN = Row(
     floor=2.5,
     goal=4.0,
     workers=len(_CHAIN),
+    near=Near("hand_made_chain"),
     modes=True,
 )

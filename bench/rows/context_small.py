@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from bench.library import Library
-from bench.row import Plan, Row
+from bench.row import Near, Plan, Row
 from bench.rows.passes import RemoteTask, WholePass
 from bench.rows.weights import multiply
 
@@ -41,5 +41,6 @@ CONTEXT_SMALL = Row(
     quick=Plan(warmup=2, samples=10),
     floor=3.0,
     goal=5.0,
+    near=Near("hand_made_call"),
     modes=True,
 )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from bench.library import Library
-from bench.row import Case, Plan, Row
+from bench.row import Case, Near, Plan, Row
 from bench.rows.context_small import OneCall
 from bench.rows.passes import Gradients, WholePass
 
-__all__ = ["CONTEXT_THREADS"]
+__all__ = ["CONTEXT_THREADS", "EACH", "THREADS"]
 
-_THREADS = 8
-_EACH = 8
+THREADS = 8
+EACH = 8
 """Contexts that a thread goes through in one sample, so that handing out the work weighs little."""
 
 
@@ -21,7 +21,7 @@ class _Threads(Case[list[Gradients]]):
 
     def __init__(self, library: Library, peer: str) -> None:
         self._passes = WholePass(library, OneCall(library, peer))
-        self._pool = ThreadPoolExecutor(_THREADS)
+        self._pool = ThreadPoolExecutor(THREADS)
 
     def run(self, index: int) -> list[Gradients]:
         return [reply for replies in self._pool.map(self._several, self._starts(index)) for reply in replies]
@@ -37,10 +37,10 @@ class _Threads(Case[list[Gradients]]):
     @staticmethod
     def _starts(index: int) -> range:
         """The first pass of each thread."""
-        return range(index * _THREADS * _EACH, (index + 1) * _THREADS * _EACH, _EACH)
+        return range(index * THREADS * EACH, (index + 1) * THREADS * EACH, EACH)
 
     def _several(self, start: int) -> list[Gradients]:
-        return [self._passes.run(start + turn) for turn in range(_EACH)]
+        return [self._passes.run(start + turn) for turn in range(EACH)]
 
 
 CONTEXT_THREADS = Row(
@@ -51,6 +51,7 @@ CONTEXT_THREADS = Row(
     quick=Plan(warmup=1, samples=1),
     floor=2.0,
     goal=4.0,
-    calls_per_sample=_THREADS * _EACH,
+    calls_per_sample=THREADS * EACH,
+    near=Near("hand_made_threads"),
     modes=True,
 )
