@@ -3,7 +3,9 @@
     row         what a row is: a timed operation, how often it runs, and the speed-up it must reach
     library     the two libraries as namespaces with the same names
     rows/       one small file per row, written once and run unchanged on both libraries
-    limits      the raw figures of the same run: a Unix-socket round trip, a memcpy, ``torch.autograd.grad``
+    by_hand     the passes of the context rows without any library: sockets, torch and nothing else
+    limits      the raw figures of the same run: a Unix-socket round trip, a memcpy, a pass by hand,
+                ``torch.autograd.grad``
     measure     the timing loop; every reply is checked, outside the timed region
     results     the samples of a run: row, side, round
     protocol    what the parent and its workers say to each other

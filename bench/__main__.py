@@ -73,7 +73,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="exit with 1 when a floor is missed")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write latest.json, .md and the pictures")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds for a side's start, and for a row (60)")
-    parser.add_argument("--budget", type=float, default=340.0, help="start no round that would end after this (340 s)")
+    parser.add_argument("--budget", type=float, default=450.0, help="start no round that would end after this (450 s)")
     arguments = parser.parse_args(argv)
     arguments.complete = not (arguments.quick or arguments.only or arguments.rows)
     if arguments.rows is None:

@@ -154,7 +154,7 @@ class HandMadeChain(Case[Tensor]):
     """Through so many callees, one within the other."""
 
     def __init__(self, callees: int) -> None:
-        # As in the rows: one call leaves a core for each process, and the chain begins with a parameter of the caller's.
+        # As in the rows: one call leaves a core for each process, and a chain begins with a parameter of the caller's.
         self._look = callees == 1
         weights = [place + 2.0 for place in range(callees + (not self._look))]
         self._pass = _Pass(weights, None if self._look else new_weight(weights[0]))

@@ -192,7 +192,7 @@ class TestSchedule:
             ("fast", True),
         ]
         assert [(turn.column, turn.fast) for turn in schedule.turns(row, "torch")] == [("torch", False)]
-        assert schedule.turns(row, "raw") == []
+        assert schedule.turns(ROWS["small_tensor"], "raw") == []  # it has no limit
 
     def test_the_raw_side_measures_the_limit_next_to_a_row(self) -> None:
         (turn,) = self.schedule("local_backward", quick=True).turns(ROWS["local_backward"], "raw")
@@ -225,6 +225,39 @@ class TestGraphs:
         with socket.socket() as unused:
             assert len(measure(LIMITS["plain_backward"].case(unused), Plan(warmup=1, samples=2))) == 2
         assert not torch.equal(expected(1600, 0)[0], expected(1600, 1)[0])
+
+
+class TestByHand:
+    @staticmethod
+    def callees() -> list[str]:
+        """The commands of those that this process has."""
+        children = [text for path in Path("/proc/self/task").glob("*/children") for text in path.read_text().split()]
+        commands = [Path(f"/proc/{child}/cmdline").read_text() for child in children]
+        return [command for command in commands if "bench.by_hand" in command]
+
+    @pytest.mark.parametrize("limit", ["hand_made_call", "hand_made_chain", "hand_made_threads"])
+    def test_every_pass_is_right_and_no_process_is_left(self, limit: str) -> None:
+        with socket.socket() as unused:
+            assert len(measure(LIMITS[limit].case(unused), Plan(warmup=1, samples=2))) == 2
+        assert self.callees() == []
+
+    def test_a_wrong_gradient_is_noticed(self) -> None:
+        with socket.socket() as unused:
+            case = LIMITS["hand_made_call"].case(unused)
+            reply = case.run(0)
+            case.check(0, reply)
+            with pytest.raises(WrongReplyError, match="pass 1 gave"):
+                case.check(1, reply)
+            case.finish(1)
+
+    def test_a_callee_ends_when_its_caller_does(self) -> None:
+        with socket.socket() as unused:
+            case = LIMITS["hand_made_call"].case(unused)
+            assert len(self.callees()) == 1
+            case.run(0)
+            (callee,) = case._callees  # type: ignore[attr-defined]
+            callee.links[0].close()
+            assert callee._process.wait(10) == 0
 
 
 class TestReports:
@@ -426,8 +459,20 @@ def test_workers_do_not_outlive_their_parent() -> None:
 def test_imports_point_one_way() -> None:
     """The order of the map in ``bench/__init__.py``: a module imports only what stands above it."""
     order = [
-        *("row", "library", "rows", "limits", "measure", "results", "protocol", "worker", "side", "schedule", "stats"),
-        *("verdict", "machine", "units", "table", "terminal", "markdown", "picture", "record", "__main__"),
+        *(
+            "row",
+            "library",
+            "rows",
+            "by_hand",
+            "limits",
+            "measure",
+            "results",
+            "protocol",
+            "worker",
+            "side",
+            "schedule",
+        ),
+        *("stats", "verdict", "machine", "units", "table", "terminal", "markdown", "picture", "record", "__main__"),
     ]
     files = {path.stem: path for path in (ROOT / "bench").glob("*.py") if path.stem != "__init__"}
     assert set(files) | {"rows"} == set(order)
