@@ -35,6 +35,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.alarm  telegrad.agent.futures  telegrad.agent.spin
     telegrad.agent.waking
     telegrad.agent.look
+    telegrad.agent.backlog
     telegrad.agent.pool
     telegrad.agent.link  telegrad.agent.memory
     telegrad.agent.bodies  telegrad.agent.outcomes

@@ -16,9 +16,10 @@ import pytest
 
 from support import AT_ONCE, PATIENCE, eventually, in_thread, no_new_threads
 from telegrad.agent.agent import Agent
+from telegrad.agent.backlog import Work
 from telegrad.agent.link import StreamLink
 from telegrad.agent.memory import Direct, connect
-from telegrad.agent.pool import Pool, Work
+from telegrad.agent.pool import Pool
 from telegrad.errors import UsageError
 from telegrad.transport.buffers import BufferPool
 from telegrad.transport.lane import Shelf

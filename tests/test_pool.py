@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+import telegrad.agent.backlog
 import telegrad.agent.pool
 from support import AT_ONCE, PATIENCE, eventually, no_new_threads
-from telegrad.agent.pool import Pool, UserCall, Work
+from telegrad.agent.backlog import UserCall, Work
+from telegrad.agent.pool import Pool
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +40,12 @@ def make() -> Iterator[Callable[[int], Pool]]:
 def call(action: Callable[[], Any]) -> UserCall:
     """A user's call, as work."""
     return UserCall((lambda _, __: action(), None, None))
+
+
+def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Of pools that are made from now on."""
+    monkeypatch.setattr(telegrad.agent.backlog, "PATIENCE", seconds)
+    monkeypatch.setattr(telegrad.agent.pool, "PATIENCE", seconds)
 
 
 class Bell:
@@ -150,7 +158,7 @@ def test_rule_2_at_most_the_limit_runs_at_once(make: Callable[[int], Pool]) -> N
 @pytest.fixture
 def _without_rule_4(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit never gives way by itself."""
-    monkeypatch.setattr(telegrad.agent.pool, "_STUCK", 10 * PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", 10 * PATIENCE)
 
 
 @pytest.mark.usefixtures("_without_rule_4")
@@ -270,7 +278,7 @@ def queue_behind(pool: Pool, long: Piecework, is_call: bool) -> None:
 def test_rule_3_nobody_joins_work_that_tells_of_its_progress(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 1e-9)
+    set_patience(monkeypatch, 1e-9)
     pool = make(4)
     long = Piecework(pool, 20, pool.progress)
     queue_behind(pool, long, is_call)
@@ -282,7 +290,7 @@ def test_rule_3_nobody_joins_work_that_tells_of_its_progress(
 def test_rule_3_others_join_work_that_tells_nothing(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 1e-9)
+    set_patience(monkeypatch, 1e-9)
     pool = make(4)
     long = Piecework(pool, 20, lambda: None)
     queue_behind(pool, long, is_call)
@@ -294,7 +302,7 @@ def test_rule_3_others_join_work_that_tells_nothing(
 def test_rule_3_others_join_when_progress_ends(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 1e-9)
+    set_patience(monkeypatch, 1e-9)
     pool = make(4)
     long = Piecework(pool, 20, lambda: pool.progress() if long.done < 7 else None)
     queue_behind(pool, long, is_call)
@@ -312,9 +320,9 @@ def test_rule_3_others_join_only_where_that_may_help(
         looks.append(threads)
         return joins
 
-    monkeypatch.setattr(telegrad.agent.pool, "_SLOW", PATIENCE)
-    monkeypatch.setattr(telegrad.agent.pool, "_STUCK", PATIENCE)
-    monkeypatch.setattr(telegrad.agent.pool, "should_join", should_join)
+    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "should_join", should_join)
     pool, threads, looked = make(4), list[int](), threading.Event()
 
     def work() -> None:
@@ -329,7 +337,7 @@ def test_rule_3_others_join_only_where_that_may_help(
 
 
 def test_rule_3_others_join_in_the_end(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "should_join", lambda threads: False)
+    monkeypatch.setattr(telegrad.agent.backlog, "should_join", lambda threads: False)
     pool, crowd = make(4), Crowd()
     pool.submit_all([call(crowd) for _ in range(4)])
     assert eventually(lambda: crowd.inside == 4)
@@ -341,9 +349,9 @@ def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, submitted: bool
 ) -> None:
     """The thread that read it runs all of it; nobody has to grow impatient first."""
-    monkeypatch.setattr(telegrad.agent.pool, "_PATIENCE", 2 * PATIENCE)
-    monkeypatch.setattr(telegrad.agent.pool, "_SLOW", 2 * PATIENCE)
-    monkeypatch.setattr(telegrad.agent.pool, "_STUCK", 2 * PATIENCE)
+    set_patience(monkeypatch, 2 * PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", 2 * PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", 2 * PATIENCE)
     pool, long, threads = make(4), Crowd(), list[int]()
     bell = Bell(pool)
     (pool.submit if submitted else bell.ring)(call(long))
@@ -359,8 +367,9 @@ def test_rule_3_who_drains_the_queue_is_replaced_when_it_waits_for_another_worke
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By one that comes to an end beside it."""
-    for name in ("_PATIENCE", "_SLOW", "_STUCK"):
-        monkeypatch.setattr(telegrad.agent.pool, name, 2 * PATIENCE)
+    set_patience(monkeypatch, 2 * PATIENCE)
+    for name in ("_SLOW", "_STUCK"):
+        monkeypatch.setattr(telegrad.agent.backlog, name, 2 * PATIENCE)
     pool, ends, stays, waits, begun = make(4), Crowd(), Crowd(), Crowd(), list[int]()
     bell, other = Bell(pool), Bell(pool)
     pool.submit(call(ends))
@@ -386,8 +395,8 @@ def test_rule_3_who_drains_the_queue_is_replaced_when_it_waits_for_another_worke
 def test_rule_3_progress_does_not_keep_others_from_what_is_queued_for_long(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "should_join", lambda threads: False)
-    monkeypatch.setattr(telegrad.agent.pool, "_SLOW", 1.0)
+    monkeypatch.setattr(telegrad.agent.backlog, "should_join", lambda threads: False)
+    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", 1.0)
     pool, joined = make(4), threading.Event()
 
     def work() -> None:
@@ -417,7 +426,7 @@ def fill(pool: Pool, crowd: Crowd, count: int) -> None:
 
 def test_rule_4_the_limit_stands_for_a_while(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     """However the call has come."""
-    monkeypatch.setattr(telegrad.agent.pool, "_STUCK", PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", PATIENCE)
     pool, crowd, began = make(2), Crowd(), threading.Event()
     fill(pool, crowd, 2)
     bell = Bell(pool)
@@ -554,7 +563,7 @@ def test_rule_5_nothing_is_corked_when_the_pool_runs_dry_meanwhile(
     bell = Bell(pool)
     looks = iter([True, False])
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "_waits", lambda: next(looks))
+        patch.setattr(pool._backlog, "waits", lambda: next(looks))
         assert not pool.cork(bell)
     assert not pool._corked
     bell.close()
@@ -686,7 +695,7 @@ def test_as_many_threads_come_as_there_were_rings(make: Callable[[int], Pool]) -
     for _ in range(20):
         for _ in range(8):
             pool.submit((lambda *_: meeting.wait(PATIENCE), None, None))
-        assert eventually(lambda: pool.busy == 0 and not pool._waits())
+        assert eventually(lambda: pool.busy == 0 and not pool._backlog.waits())
         assert not meeting.broken
 
 

@@ -499,7 +499,7 @@ def test_the_creator_goes_while_its_call_runs(trio: Cluster, leaves: bool) -> No
 
 
 def test_the_creator_dies_while_its_call_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telegrad.agent.pool._STUCK", PATIENCE)
+    monkeypatch.setattr("telegrad.agent.backlog._STUCK", PATIENCE)
     gate = Gate()
     with cluster("a", "b", "c", timeout=PATIENCE, threads=1) as workers, workers.on("a"):
         first = rpc.rpc_async("b", pass_through, (gate,))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from telegrad.agent.backlog import UserCall, Work
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
@@ -24,7 +25,7 @@ from telegrad.agent.link import Link
 from telegrad.agent.mail import Mail
 from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
-from telegrad.agent.pool import Pool, UserCall, Work
+from telegrad.agent.pool import Pool
 from telegrad.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.wire import values

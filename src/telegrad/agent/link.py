@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
-from telegrad.agent.pool import Pool, Work
+from telegrad.agent.backlog import Work
+from telegrad.agent.pool import Pool
 from telegrad.agent.spin import LONG_BUDGET, Spin
 from telegrad.errors import ProtocolError, UsageError
 from telegrad.transport.base import Stream

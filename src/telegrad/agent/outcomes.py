@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from telegrad.agent.backlog import Work
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.failures import copy_of, rebuild
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
-from telegrad.agent.pool import Pool, Work
+from telegrad.agent.pool import Pool
 from telegrad.errors import RpcTimeoutError, TelegradError
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Body, Failure, Reply

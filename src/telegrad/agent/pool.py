@@ -25,26 +25,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from telegrad.agent.look import Look, should_join
+from telegrad.agent.backlog import PATIENCE, Backlog, UserCall, Watch, Work
 from telegrad.agent.waking import Waking
 
 log = logging.getLogger("telegrad.agent")
 
 T = TypeVar("T")
-Work = tuple[Callable[[Any, Any], object], Any, Any]
 
-
-class UserCall(tuple[Callable[[Any, Any], object], Any, Any]):
-    """Work that runs a user's function, and so is subject to the limit."""
-
-    __slots__ = ()
-
-
-_PATIENCE = 0.001  # how long a burst may make no progress before others join in
-_SLOW = 0.005  # the same, where it is not stuck but slow
-_STUCK = 0.05  # how long nothing may be begun before the limit of a full pool gives way, or others join in anyway
 _IDLE_SECONDS = 10.0  # for how long a thread must have been one too many before one ends
 _SPARE = 2  # idle threads that always stay
 
@@ -68,16 +57,15 @@ class Source(Outlet, Protocol):
 class Pool:
     def __init__(self, name: str, limit: int, on_thread_start: Callable[[], None] = lambda: None) -> None:
         self._name = name
-        self._limit = limit
         self._on_thread_start = on_thread_start
-        self._waking: Waking[Source] = Waking(_PATIENCE)
+        self._waking: Waking[Source] = Waking(PATIENCE)
         # For who has a connection:
         self.watch = self._waking.watch
         self.arm = self._waking.arm
         self.disarm = self._waking.disarm
         self.forget = self._waking.forget
-        self._queue: deque[Work] = deque()  # calls of users
-        self._urgent: deque[Work] = deque()  # everything else
+        self._backlog = Backlog(limit)
+        self.progress = self._backlog.progress  # a piece of long work is done: nobody need join in (rule 3)
         self._corked: dict[Outlet, None] = {}
         self._lock = threading.Lock()
         self._threads: set[threading.Thread] = set()
@@ -85,17 +73,7 @@ class Pool:
         self._idle = 0
         self._fewest_idle = 0  # since the last review
         self._next_review = time.monotonic() + _IDLE_SECONDS
-        self._busy = 0
-        self._running: set[int] = set()  # the threads that run something, as the system numbers them
-        self._drainer: int | None = None  # the one that takes what is queued, one after the other (rule 3)
         self._blocked = 0
-        self._taken = 0  # how much work was ever begun, or pieces of it: unchanged means no progress
-        self._begun = 0  # without the pieces
-        self._calls_taken = 0  # and of that, how many calls of users
-        self._looking = threading.Lock()  # held by the thread that looks how those that run get on
-        self._stuck = False
-        self._joined_at = 0  # how much was begun when a thread last joined those that are stuck, its own included
-        self._extra = 0  # by how much the limit has given way
         self._closed = False
         self._here = threading.local()
         self._lingering = False  # one thread at most looks out for its last caller's next request
@@ -105,26 +83,19 @@ class Pool:
     # --- what others ask of it ----------------------------------------------------------------------------------
 
     def submit(self, work: Work) -> None:
-        self._enqueue((work,))
+        self._backlog.add((work,))
         self._ring()
 
     def submit_all(self, work: Sequence[Work]) -> None:
-        self._enqueue(work)
+        self._backlog.add(work)
         self._ring()
-
-    def _enqueue(self, work: Sequence[Work]) -> None:
-        for each in work:
-            (self._queue if type(each) is UserCall else self._urgent).append(each)
-
-    def _waits(self) -> bool:
-        return bool(self._queue or self._urgent)
 
     def cork(self, source: Outlet) -> bool:
         """Whether there is more to do right now, so that the source may wait for ``flush`` (rule 5)."""
-        if not self._waits():
+        if not self._backlog.waits():
             return False
         self._corked[source] = None
-        if self._waits():
+        if self._backlog.waits():
             return True  # whoever takes the last of it finds the source
         self._corked.pop(source, None)  # the pool has run dry between the two looks, and may sleep now
         return False
@@ -150,32 +121,31 @@ class Pool:
             yield
             return
         self._here.blocked = True
-        self._stop_draining(threading.get_ident())
-        self._running.discard(threading.get_native_id())
+        me = threading.get_native_id()
+        self._backlog.stop_draining(me)
         with self._lock:
-            self._busy -= 1
+            self._backlog.running.discard(me)
             self._blocked += 1
             if self._idle == 0:
                 self._grow()
-        if self._waits():
+        if self._backlog.waits():
             self._ring()
         try:
             yield
         finally:
             with self._lock:
-                self._busy += 1
+                self._backlog.running.add(me)
                 self._blocked -= 1
-            self._running.add(threading.get_native_id())
             self._here.blocked = False
 
     def running(self) -> int:
         """How many threads run something and do not wait for another worker."""
-        return self._busy
+        return len(self._backlog.running)
 
     @property
     def busy(self) -> int:
         """How many threads run something, blocked ones included."""
-        return self._busy + self._blocked
+        return self.running() + self._blocked
 
     def close(self, timeout: float) -> None:
         """Lets every thread end; those that run user code longer than the timeout are left behind as daemons."""
@@ -192,17 +162,12 @@ class Pool:
 
     def drain(self) -> list[Work]:
         """Takes away what nobody has begun."""
-        work: list[Work] = []
-        for queue in (self._urgent, self._queue):
-            with contextlib.suppress(IndexError):
-                while True:
-                    work.append(queue.popleft())
-        return work
+        return self._backlog.take_all()
 
     def __repr__(self) -> str:
         return (
-            f"<Pool {self._name}: {len(self._threads)} threads, {self._busy} running, {self._blocked} blocked, "
-            f"{self._idle} idle, {len(self._queue) + len(self._urgent)} queued>"
+            f"<Pool {self._name}: {len(self._threads)} threads, {self.running()} running, {self._blocked} blocked, "
+            f"{self._idle} idle, {len(self._backlog)} queued>"
         )
 
     # --- the threads --------------------------------------------------------------------------------------------
@@ -214,7 +179,7 @@ class Pool:
         """
         if not self._idle or self._closed:
             return
-        if self._stuck or not self._busy:
+        if self._backlog.stuck or not self._backlog.running:
             self._waking.ring()
         else:
             self._waking.set_alarm()
@@ -247,53 +212,54 @@ class Pool:
 
     def _serve(self) -> None:
         """An endless loop of: take what is queued, else wait for something to happen.  Enters and stays 'idle'."""
-        looks = Look(_SLOW / 2), Look(_STUCK / 2), Look(_STUCK)
+        me = threading.get_native_id()
+        backlog = self._backlog
+        watch = Watch()
         joins = True
         while not self._closed:
-            queue = self._pick(*looks, joins)
+            queue = backlog.pick(me, watch, joins)
             if queue is not None:
-                self._begin()
-                if queue is self._queue and not self._has_room():
-                    self._end()  # another was faster
-                    continue
-                if joins and self._stuck:
-                    self._join()
-                joins = False
-                self._run_next(queue)
-                self._end()
+                self._begin(me)
+                if backlog.is_for(queue):
+                    if joins and backlog.stuck and backlog.join():
+                        self._ring()
+                    joins = False
+                    self._run_next(queue)
+                self._end(me)
                 continue
-            if self._corked and not self._waits():
+            if self._corked and not backlog.waits():
                 self._flush_corked()
-            if not self._waits():
+            if not backlog.waits():
                 self._waking.clear_alarm()
                 if time.monotonic() > self._next_review and not self._corked and self._is_one_too_many():
-                    if self._waits():
+                    if backlog.waits():
                         self._waking.ring()  # it came just now, and its alarm may have been cleared
                     return
             # A look at the queue, after the last thing that could make another rely on us.
-            patience = self._patience(looks[0])
-            woken, source = self._waking.wait(patience)
+            patience = backlog.patience(watch)
+            woken, source = self._waking.wait(_IDLE_SECONDS if patience is None else patience)
             joins = True
             if not woken:
                 self._flush_corked()
             elif source is not None:
-                self._read(source)
+                self._read(source, me)
 
-    def _read(self, source: Source) -> None:
+    def _read(self, source: Source, me: int) -> None:
         """Reads from a source and runs what came; a caller that just got its answer may ask again at once."""
+        backlog = self._backlog
         work = self._try(source.readable)
         while work is not None:
             if work:
-                self._begin()
-                if len(work) == 1 and not self._waits() and (type(work[0]) is not UserCall or self._has_room()):
+                self._begin(me)
+                if len(work) == 1 and not backlog.waits() and (type(work[0]) is not UserCall or backlog.has_room()):
                     self._run(work[0])  # the hot path: no queue, no hop
                 else:
-                    self._enqueue(work)
-                    if len(work) > 1 and (self._urgent or self._has_room()):
-                        self._drainer = threading.get_ident()  # another may be at its last for long
-                        self._run_next(self._urgent or self._queue)
-                self._end()
-            if self._waits() or self._corked or self._lingering:
+                    backlog.add(work)
+                    queue = backlog.take_over(me) if len(work) > 1 else None
+                    if queue is not None:
+                        self._run_next(queue)
+                self._end(me)
+            if backlog.waits() or self._corked or self._lingering:
                 return
             self._lingering = True
             work = self._try(source.linger)
@@ -304,7 +270,7 @@ class Pool:
         who look out for an answer would stop at that."""
         if not self._corked:
             return
-        if self._waits():
+        if self._backlog.waits():
             self._waking.set_alarm()  # another may have to watch
         with self._lock:
             self._one_idle_less()
@@ -318,65 +284,6 @@ class Pool:
         except Exception:
             log.exception("worker %r failed to use a connection", self._name)
             return None
-
-    def _has_room(self) -> bool:
-        """Whether the limit lets this thread, which counts already, run a user's function."""
-        return self._busy <= self._limit + self._extra
-
-    def _pick(self, progress: Look, begun: Look, calls: Look, joins: bool) -> deque[Work] | None:
-        """Rules 2 to 4: the queue that this thread should take from, which has had these looks at what was done.
-
-        ``joins``: it was woken, and did not just come to the end of something.
-        """
-        me = threading.get_ident()
-        if not self._urgent and not self._queue:
-            for look in (progress, begun, calls):
-                look.begin()  # when nothing is queued, nothing is stuck
-            self._stop_draining(me)
-            return None
-        full = self._is_full()
-        drains = self._drainer == me or (self._drainer is None and not joins)
-        if self._busy and (full or not drains):
-            self._stop_draining(me)
-            if full and not self._urgent:
-                stalled = calls.unchanged(self._calls_taken) >= _STUCK
-            else:
-                waited = progress.unchanged(self._taken)
-                stalled = waited >= _SLOW or begun.unchanged(self._begun) >= _STUCK
-                stalled = stalled or (waited >= _PATIENCE and self._should_join())
-            if not stalled and (full or not self._stuck):
-                return None  # those that run will come for it
-            self._stuck = self._stuck or stalled
-        self._drainer = me
-        if self._urgent:
-            return self._urgent
-        if full:
-            self._extra += 1
-        return self._queue
-
-    def _should_join(self) -> bool:
-        """Of several threads that would look at the same moment one does."""
-        if not self._looking.acquire(blocking=False):
-            return False
-        try:
-            return should_join(list(self._running))
-        finally:
-            self._looking.release()
-
-    def _stop_draining(self, me: int) -> None:
-        if self._drainer == me:
-            self._drainer = None
-
-    def _is_full(self) -> bool:
-        return self._busy >= self._limit + self._extra
-
-    def _patience(self, progress: Look) -> float:
-        if not self._waits():
-            self._stuck, self._extra = False, 0
-            return _IDLE_SECONDS
-        if self._is_full() and not self._urgent:
-            return _STUCK
-        return _PATIENCE if progress.unchanged(self._taken) < _PATIENCE else _SLOW / 2
 
     def _is_one_too_many(self) -> bool:
         """Whether this idle thread should end: since the last review there was always another that had nothing to do.
@@ -392,12 +299,11 @@ class Pool:
             self._next_review = time.monotonic() + _IDLE_SECONDS
             return False
 
-    def _begin(self) -> None:
+    def _begin(self, me: int) -> None:
         with self._lock:
-            self._busy += 1
+            self._backlog.running.add(me)
             self._one_idle_less()
         self._here.running = True
-        self._running.add(threading.get_native_id())
 
     def _one_idle_less(self) -> None:
         """The caller holds the lock."""
@@ -407,30 +313,33 @@ class Pool:
         if self._idle == 0:
             self._grow()  # rule 1
 
-    def _end(self) -> None:
+    def _end(self, me: int) -> None:
         self._here.running = False
-        self._running.discard(threading.get_native_id())
         with self._lock:
-            self._busy -= 1
+            self._backlog.running.discard(me)
             self._idle += 1
 
     def _run_next(self, queue: deque[Work]) -> None:
-        if self._corked and len(self._queue) + len(self._urgent) == 1:
+        if self._corked and len(self._backlog) == 1:
             self._waking.put_off_alarm()
             self._uncork()  # before the last is taken: another thread may take it if this one is kept
         try:
             work = queue.popleft()
         except IndexError:
             return  # another thread was faster
-        if self._waits():
+        if self._backlog.waits():
             self._waking.put_off_alarm()  # this one may take long; and to have taken it is progress
         self._run(work)
 
-    def _join(self) -> None:
-        """Before a thread takes from what others are stuck in: if only such as it have begun anything, more come."""
-        if self._taken == self._joined_at and len(self._queue) + len(self._urgent) > 1:
-            self._ring()
-        self._joined_at = self._taken + 1
+    def _run(self, work: Work) -> None:
+        self._backlog.begin(work)
+        function, first, second = work
+        try:
+            function(first, second)
+        except BaseException:  # a user's SystemExit too: this thread has more to do
+            log.exception("worker %r failed in an internal task", self._name)
+
+    # --- threads that have something of their own to do -----------------------------------------------------------
 
     def run_here(self, work: Sequence[Work], let_go: Callable[[], None]) -> None:
         """Runs it on the calling thread, which has nothing better to do; but users' functions as ever.
@@ -444,17 +353,13 @@ class Pool:
         self._here.held = (mine, let_go)
         try:
             while mine:
-                self._taken += 1
+                self.progress()
                 function, first, second = mine.popleft()
                 function(first, second)  # what it raises is meant for this thread: a Ctrl-C
         finally:
             self._here.held = outer
             if mine:
                 self.submit_all(mine)
-
-    def progress(self) -> None:
-        """Work that consists of many short pieces has done one of them: nobody need join in (rule 3)."""
-        self._taken += 1
 
     def before_waiting(self, act: Callable[[], None] | None) -> Callable[[], None] | None:
         """What the calling thread should do before it waits for another worker; returns what it was before."""
@@ -474,13 +379,3 @@ class Pool:
                 self.submit_all(list(mine))
                 mine.clear()
             let_go()
-
-    def _run(self, work: Work) -> None:
-        self._taken += 1
-        self._begun += 1
-        self._calls_taken += type(work) is UserCall
-        function, first, second = work
-        try:
-            function(first, second)
-        except BaseException:  # a user's SystemExit too: this thread has more to do
-            log.exception("worker %r failed in an internal task", self._name)

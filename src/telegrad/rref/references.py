@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telegrad.agent.agent import Agent
+from telegrad.agent.backlog import UserCall
 from telegrad.agent.execution import execute
 from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad.agent.link import Link
-from telegrad.agent.pool import UserCall
 from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, IdSource, WorkerId
 from telegrad.rref.instructions import Broken, Free, Instruction, Send
