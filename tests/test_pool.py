@@ -363,6 +363,23 @@ def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
     bell.close()
 
 
+def test_rule_3_what_a_call_submits_does_not_wait_for_a_long_call_either(
+    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that has read and run it takes that next."""
+    set_patience(monkeypatch, 2 * PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", 2 * PATIENCE)
+    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", 2 * PATIENCE)
+    pool, long, done = make(4), Crowd(), threading.Event()
+    bell = Bell(pool)
+    bell.ring(call(long))
+    assert eventually(lambda: long.inside == 1)
+    bell.ring(call(lambda: pool.submit(call(done.set))))
+    assert done.wait(AT_ONCE)
+    long.go.set()
+    bell.close()
+
+
 def test_rule_3_who_drains_the_queue_is_replaced_when_it_waits_for_another_worker(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

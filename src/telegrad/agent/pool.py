@@ -242,28 +242,34 @@ class Pool:
             if not woken:
                 self._flush_corked()
             elif source is not None:
-                self._read(source, me)
+                joins = not self._read(source, me)
 
-    def _read(self, source: Source, me: int) -> None:
-        """Reads from a source and runs what came; a caller that just got its answer may ask again at once."""
-        backlog = self._backlog
+    def _read(self, source: Source, me: int) -> bool:
+        """Reads from a source and runs what came; a caller that just got its answer may ask again at once.
+
+        Returns whether the thread has come to the end of something.
+        """
+        backlog, ran = self._backlog, False
         work = self._try(source.readable)
         while work is not None:
             if work:
                 self._begin(me)
                 if len(work) == 1 and not backlog.waits() and (type(work[0]) is not UserCall or backlog.has_room()):
+                    ran = True
                     self._run(work[0])  # the hot path: no queue, no hop
                 else:
                     backlog.add(work)
                     queue = backlog.take_over(me) if len(work) > 1 else None
                     if queue is not None:
+                        ran = True
                         self._run_next(queue)
                 self._end(me)
             if backlog.waits() or self._corked or self._lingering:
-                return
+                break
             self._lingering = True
             work = self._try(source.linger)
             self._lingering = False
+        return ran
 
     def _flush_corked(self) -> None:
         """Sends what was corked.  That may take long, so the thread does not count as idle; nor as running, for those
