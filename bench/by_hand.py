@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,10 +27,11 @@ from bench.rows.weights import new_weight
 
 __all__ = ["HandMadeChain", "HandMadeThreads"]
 
+_ROOT = Path(__file__).resolve().parent.parent
 _FORWARD, _BACKWARD = b"f", b"b"
 _BYTES = 4 * 8  # of a 2x2 tensor in double precision
 _LOOK = 500e-6  # seconds in which an answer is looked for, where there is a core for each process
-_START = 60.0  # seconds that a callee has
+_END = 60.0  # seconds that a callee has to leave
 _DISTINCT = 64
 
 
@@ -113,14 +115,16 @@ class _Callee:
         if further is not None:
             command += ["--further", str(further.links[0].fileno())]
             handed_on.append(further.links[0].fileno())
-        self._process = subprocess.Popen([*command, *(["--look"] if look else [])], pass_fds=handed_on)
+        if look:
+            command.append("--look")
+        self._process = subprocess.Popen(command, cwd=_ROOT, pass_fds=handed_on)
         for end in (*theirs, *(further.links if further is not None else ())):
             end.close()
 
     def leave(self) -> None:
         for link in self.links:
             link.close()
-        self._process.wait(_START)
+        self._process.wait(_END)
 
 
 class _Pass:
