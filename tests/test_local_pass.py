@@ -29,6 +29,7 @@ def check(local: LocalPass) -> None:
     busy = [job for job in local.jobs if job.state in (State.RUNNING, State.CURIOUS)]
     assert local.flow.active == len(busy), "or the pass would seem to be over, or never to be"
     assert set(local.curious) == {job for job in local.jobs if job.state is State.CURIOUS}
+    assert all(job.missing == len(set(job.unit.sources) - local.arrived) for job in local.jobs)
     assert all((job.blocked_on is not None) == (job.state is State.BLOCKED) for job in local.jobs)
     repr(local)
 
@@ -99,6 +100,16 @@ def test_a_unit_whose_sources_have_all_come_needs_no_plan(letters: list[list[int
     assert not local.curious
     check(local)
     assert local.plan_known([1, 2, 3]) == [], "it runs already"
+    check(local)
+
+
+def test_what_comes_twice_counts_once() -> None:
+    local = a_pass([1, 2])
+    assert not local.came([1])
+    assert not local.came([1])
+    assert states(local) == [State.CURIOUS]
+    check(local)
+    assert len(local.came([1, 2])) == 1
     check(local)
 
 

@@ -176,11 +176,13 @@ def _units(
     owner: dict[Node, int],
 ) -> list[Unit]:
     units: dict[int, Unit] = {}
+    known: dict[int, set[Node]] = {}  # the leaves of each unit
     for index, (source, _) in enumerate(sources):
-        unit = units.setdefault(_find(parent, index), Unit([]))
+        first = _find(parent, index)
+        unit = units.setdefault(first, Unit([]))
         unit.sources.append(source)
-        known = set(unit.leaves)
-        unit.leaves += [leaf for leaf in leaves[index] if leaf not in known]
+        unit.leaves += leaves[index] - known.setdefault(first, set())
+        known[first] |= leaves[index]
         for recv, parts in recvs[index].items():
             unit.recvs.setdefault(recv, set()).update(parts)
     few = len(owner) <= _FEW

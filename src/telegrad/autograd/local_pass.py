@@ -44,6 +44,7 @@ class Job:
     state: State = State.WAITING
     sources: list[int] = field(default_factory=list)  # the live ones, newest first, once it runs
     blocked_on: int | None = None
+    missing: int = 0  # how many of the unit's sources have not come
 
     def __repr__(self) -> str:
         return f"<{len(self.unit.sources)} sources, {self.state.value}>"
@@ -66,7 +67,7 @@ class LocalPass:
     def surveyed(self, units: Iterable[Unit]) -> None:
         """What this worker's graph looks like.  Once, before the first gradient."""
         for unit in units:
-            job = Job(unit)
+            job = Job(unit, missing=len(unit.sources))
             self.jobs.append(job)
             for source in unit.sources:
                 self._by_source[source] = job
@@ -93,7 +94,10 @@ class LocalPass:
             raise LookupError(
                 f"a gradient came for message {error.args[0]}, which was never sent in this context"
             ) from None
-        self.arrived.update(sources)
+        for source, job in zip(sources, jobs, strict=True):
+            if source not in self.arrived:
+                self.arrived.add(source)
+                job.missing -= 1
         ready = []
         for source, job in zip(sources, jobs, strict=True):
             if job.state is State.BLOCKED:
@@ -115,7 +119,7 @@ class LocalPass:
         if job.state is not State.WAITING and job.state is not State.CURIOUS:
             return False
         live, sources = self.live, job.unit.sources
-        if len(sources) > 1 and live is None and not self.arrived.issuperset(sources):
+        if job.missing and live is None:
             if job.state is State.WAITING:
                 job.state = State.CURIOUS
                 self.curious[job] = None
