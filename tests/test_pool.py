@@ -427,6 +427,42 @@ def test_rule_3_progress_does_not_keep_others_from_what_is_queued_for_long(
     assert joined.wait(PATIENCE / 2)
 
 
+def test_rule_3_each_that_joins_wakes_the_next(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if that one is faster than the one that woke it."""
+    pool, crowd, rings = make(40), Crowd(), list[int]()
+    ring = pool._waking.ring
+
+    def slow() -> None:
+        rings.append(1)
+        ring()
+        time.sleep(0.002)
+
+    monkeypatch.setattr(pool._waking, "ring", slow)
+    pool.submit_all([call(crowd) for _ in range(40)])
+    assert eventually(lambda: crowd.inside == 40)
+    assert len(rings) > 32  # a few may come by an alarm
+    crowd.go.set()
+
+
+def test_a_thread_that_goes_in_and_out_of_a_wait_is_busy_all_the_time(make: Callable[[int], Pool]) -> None:
+    pool, started, ends = make(4), threading.Event(), threading.Event()
+
+    def work() -> None:
+        started.set()
+        while not ends.is_set():
+            with pool.blocked():
+                pass
+
+    pool.submit(call(work))
+    assert started.wait(PATIENCE)
+    end = time.monotonic() + 0.5
+    seen = set()
+    while time.monotonic() < end:
+        seen.add(pool.busy)
+    ends.set()
+    assert 0 not in seen
+
+
 def test_rule_4_a_stuck_pool_grows(make: Callable[[int], Pool]) -> None:
     pool, crowd = make(2), Crowd()  # whose waits the pool cannot see
     pool.submit_all([call(crowd) for _ in range(6)])

@@ -155,12 +155,14 @@ class Backlog:
         if self._drainer == me:
             self._drainer = None
 
-    def join(self) -> bool:
-        """Before a thread takes from what others are stuck in: whether more should come, since only such as it have
+    def wants_more(self) -> bool:
+        """Before a thread takes from what others are stuck in: whether yet another should, since only such as it have
         begun anything."""
-        more = self._taken == self._joined_at and len(self) > 1
+        return self._taken == self._joined_at and len(self) > 1
+
+    def joined(self) -> None:
+        """It does so now.  To be said after that other was woken, which may be faster and asks the same."""
         self._joined_at = self._taken + 1
-        return more
 
     def patience(self, watch: Watch) -> float | None:
         """After how long a thread that found nothing to take should look again; None if nothing is queued."""

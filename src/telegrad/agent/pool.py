@@ -124,8 +124,8 @@ class Pool:
         me = threading.get_native_id()
         self._backlog.stop_draining(me)
         with self._lock:
+            self._blocked += 1  # first: who looks meanwhile sees one too many, and not that nobody is busy
             self._backlog.running.discard(me)
-            self._blocked += 1
             if self._idle == 0:
                 self._grow()
         if self._backlog.waits():
@@ -145,7 +145,7 @@ class Pool:
     @property
     def busy(self) -> int:
         """How many threads run something, blocked ones included."""
-        return self.running() + self._blocked
+        return self._blocked + len(self._backlog.running)  # no other thread gets the GIL in between
 
     def close(self, timeout: float) -> None:
         """Lets every thread end; those that run user code longer than the timeout are left behind as daemons."""
@@ -221,8 +221,10 @@ class Pool:
             if queue is not None:
                 self._begin(me)
                 if backlog.is_for(queue):
-                    if joins and backlog.stuck and backlog.join():
-                        self._ring()
+                    if joins and backlog.stuck:
+                        if backlog.wants_more():
+                            self._ring()
+                        backlog.joined()
                     joins = False
                     self._run_next(queue)
                 self._end(me)
