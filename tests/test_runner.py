@@ -24,6 +24,7 @@ from telegrad.autograd.context import Context
 from telegrad.autograd.graph import Unit
 from telegrad.autograd.local_pass import Job, State
 from telegrad.autograd.passes import Pass
+from telegrad.autograd.reducers import Swapping
 from telegrad.autograd.turn import Letter, Turn
 from telegrad.ids import GlobalId
 from telegrad.testing import Cluster, cluster
@@ -816,6 +817,36 @@ def waiting(where: str, number: int, tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.usefixtures("few")
+class Held:
+    """What a module of DDP has been held back, after one unit."""
+
+    def __init__(self, happened: list[str], job: Job) -> None:
+        self.waits_for = {job}
+        self._happened = happened
+
+    def run(self, context: Context, swapping: Swapping) -> bool:
+        self._happened.append("reduced")
+        return True
+
+
+def test_before_a_reduction_waits_for_its_group_what_is_left_is_shared_and_what_is_done_is_sent(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For another of the group may wait for that before it comes."""
+    worker, this = trio["b"], a_pass()
+    run = worker.autograd._runner._run
+    script = Script(worker, monkeypatch)
+    last = Job(Unit([3], is_quick=True), State.RUNNING, [])  # which computes nothing
+    this.local.surveyed([])
+    this.local.flow.active = 1
+    this.reductions[0] = Held(script.happened, last)  # type: ignore[assignment]
+    turn = Turn(this, [a_job(1)])
+    script._run(turn, [a_job(2)])
+    run(turn, [last])
+    assert script.happened == ["ran 2", "shared", "sent 2", "reduced"]
+    assert not this.error
+
+
 def test_what_a_turn_has_done_does_not_wait_for_a_unit_that_is_not_quick(trio: Cluster) -> None:
     """Here it waits for what another's gradient causes on the other side."""
     CAME.clear()
