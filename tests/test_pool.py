@@ -344,14 +344,20 @@ def test_rule_3_others_join_in_the_end(make: Callable[[int], Pool], monkeypatch:
     crowd.go.set()
 
 
+@pytest.fixture
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody joins in because others make no progress."""
+    set_patience(monkeypatch, 2 * PATIENCE)
+    for name in ("_SLOW", "_STUCK"):
+        monkeypatch.setattr(telegrad.agent.backlog, name, 2 * PATIENCE)
+
+
+@pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize("submitted", [True, False])
 def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
-    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, submitted: bool
+    make: Callable[[int], Pool], submitted: bool
 ) -> None:
     """The thread that read it runs all of it; nobody has to grow impatient first."""
-    set_patience(monkeypatch, 2 * PATIENCE)
-    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", 2 * PATIENCE)
-    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", 2 * PATIENCE)
     pool, long, threads = make(4), Crowd(), list[int]()
     bell = Bell(pool)
     (pool.submit if submitted else bell.ring)(call(long))
@@ -363,13 +369,11 @@ def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
     bell.close()
 
 
+@pytest.mark.usefixtures("_patient")
 def test_rule_3_what_a_call_submits_does_not_wait_for_a_long_call_either(
-    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Pool],
 ) -> None:
     """The thread that has read and run it takes that next."""
-    set_patience(monkeypatch, 2 * PATIENCE)
-    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", 2 * PATIENCE)
-    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", 2 * PATIENCE)
     pool, long, done = make(4), Crowd(), threading.Event()
     bell = Bell(pool)
     bell.ring(call(long))
@@ -380,13 +384,11 @@ def test_rule_3_what_a_call_submits_does_not_wait_for_a_long_call_either(
     bell.close()
 
 
+@pytest.mark.usefixtures("_patient")
 def test_rule_3_who_drains_the_queue_is_replaced_when_it_waits_for_another_worker(
-    make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], Pool],
 ) -> None:
     """By one that comes to an end beside it."""
-    set_patience(monkeypatch, 2 * PATIENCE)
-    for name in ("_SLOW", "_STUCK"):
-        monkeypatch.setattr(telegrad.agent.backlog, name, 2 * PATIENCE)
     pool, ends, stays, waits, begun = make(4), Crowd(), Crowd(), Crowd(), list[int]()
     bell, other = Bell(pool), Bell(pool)
     pool.submit(call(ends))
