@@ -26,6 +26,7 @@ from torch import Tensor
 
 from bench.row import Case, WrongReplyError
 from bench.rows.context_threads import EACH, THREADS
+from bench.rows.passes import inputs
 from bench.rows.weights import new_weight
 
 __all__ = ["HandMadeChain", "HandMadeThreads"]
@@ -35,7 +36,6 @@ _FORWARD, _BACKWARD = b"f", b"b"
 _BYTES = 4 * 8  # of a 2x2 tensor in double precision
 _LOOK = 500e-6  # seconds in which an answer is looked for, where there is a core for each process
 _END = 60.0  # seconds that a callee has to leave
-_DISTINCT = 64
 
 
 class _Received(torch.autograd.Function):
@@ -135,12 +135,11 @@ class _Pass:
 
     def __init__(self, weights: Sequence[float], mine: Tensor | None) -> None:
         self._mine = mine
-        base = torch.arange(4, dtype=torch.float64).reshape(2, 2)
-        self._inputs = [(base + turn).requires_grad_() for turn in range(_DISTINCT)]
+        self._inputs = inputs()
         self._factor = torch.tensor(weights, dtype=torch.float64).prod()
 
     def run(self, index: int, link: socket.socket, look: bool = False) -> Tensor:
-        tensor = self._inputs[index % _DISTINCT]
+        tensor = self._inputs[index % len(self._inputs)]
         product = tensor if self._mine is None else tensor * self._mine
         _send(link, _FORWARD, product)
         result = _arrive(_receive(link, look)[1])
@@ -152,7 +151,7 @@ class _Pass:
         return torch.autograd.grad([product], [tensor, self._mine], [gradient])[0]
 
     def check(self, index: int, reply: Tensor) -> None:
-        right = 2 * self._inputs[index % _DISTINCT].detach() * self._factor.square()
+        right = 2 * self._inputs[index % len(self._inputs)].detach() * self._factor.square()
         if not torch.equal(reply, right):
             raise WrongReplyError(f"pass {index} gave {reply}, not {right}")
 

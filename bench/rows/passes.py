@@ -16,7 +16,7 @@ from bench.library import Library
 from bench.row import Case, WrongReplyError
 from bench.rows.weights import gradient_of_weight, new_weight, set_weight
 
-__all__ = ["BackwardOnly", "Gradients", "RemoteTask", "Task", "WholePass", "same"]
+__all__ = ["BackwardOnly", "Gradients", "RemoteTask", "Task", "WholePass", "inputs", "same"]
 
 Gradients = Mapping[Tensor, Tensor]
 
@@ -39,6 +39,12 @@ class Task(ABC):
         """The same of the gradients on the other workers."""
 
 
+def inputs() -> list[Tensor]:
+    """The arguments of small passes."""
+    base = torch.arange(4, dtype=torch.float64).reshape(2, 2)
+    return [(base + turn).requires_grad_() for turn in range(_DISTINCT)]
+
+
 class RemoteTask(Task):
     """A task that takes one tensor through these workers, each of which multiplies with a parameter of its own."""
 
@@ -47,8 +53,7 @@ class RemoteTask(Task):
         self._workers = workers
         for place, worker in enumerate(workers):
             library.rpc.rpc_sync(worker, set_weight, args=(place + 2.0,))
-        base = torch.arange(4, dtype=torch.float64).reshape(2, 2)
-        self._inputs = [(base + turn).requires_grad_() for turn in range(_DISTINCT)]
+        self._inputs = inputs()
         weights = [new_weight(place + 2.0) for place in range(len(workers))]
         self._expected = [
             torch.autograd.grad(self._loss(self.locally(tensor, weights)), [tensor, *weights])
