@@ -363,8 +363,9 @@ def test_rule_3_a_burst_does_not_wait_for_a_long_call_that_came_before(
     (pool.submit if submitted else bell.ring)(call(long))
     assert eventually(lambda: long.inside == 1)
     bell.ring(*(call(lambda: threads.append(threading.get_ident())) for _ in range(10)))
-    assert eventually(lambda: len(threads) == 10)
+    assert eventually(lambda: len(threads) == 10, AT_ONCE)
     assert len(set(threads)) == 1
+    assert long.inside == 1
     long.go.set()
     bell.close()
 
