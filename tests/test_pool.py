@@ -86,7 +86,7 @@ class Bell:
 
 
 class Crowd:
-    """Work that stays inside until it is let go, and counts how many are in."""
+    """Work that stays inside until it is let go, for longer than any test waits, and counts how many are in."""
 
     def __init__(self, around: Callable[[Callable[[], Any]], Any] = lambda wait: wait()) -> None:
         self.inside = self.most = 0
@@ -98,7 +98,7 @@ class Crowd:
         with self._lock:
             self.inside += 1
             self.most = max(self.most, self.inside)
-        self._around(lambda: self.go.wait(PATIENCE))
+        self._around(lambda: self.go.wait(2 * PATIENCE))
         with self._lock:
             self.inside -= 1
 
@@ -570,7 +570,7 @@ def test_while_a_thread_sends_corked_answers_another_waits(make: Callable[[int],
     class Slow(Bell):
         def flush(self) -> None:
             sending.set()
-            go.wait(PATIENCE)
+            go.wait(2 * PATIENCE)
 
     slow, other, heard = Slow(pool), Bell(pool), threading.Event()
     slow.ring(call(lambda: pool.cork(slow)), call(crowd), call(lambda: None))
@@ -590,7 +590,7 @@ def test_work_does_not_wait_behind_a_slow_send(make: Callable[[int], Pool]) -> N
     class Slow(Bell):
         def flush(self) -> None:
             sending.set()
-            go.wait(PATIENCE)
+            go.wait(2 * PATIENCE)
 
     slow = Slow(pool)
     slow.ring(call(lambda: pool.cork(slow)), call(done.set))
@@ -643,7 +643,7 @@ def test_rule_5_a_receiver_that_reads_nothing_does_not_keep_the_last_call_from_t
 
     class Full:
         def flush(self) -> None:
-            go.wait(PATIENCE)
+            go.wait(2 * PATIENCE)
 
     def answer_and_wait() -> None:
         pool.cork(Full())
@@ -761,7 +761,7 @@ def test_work_that_is_queued_behind_another_wakes_nobody_before_its_time(
     pool, rings, go = idle_threads(make, 4), [], threading.Event()
     ring = pool._waking.ring
     monkeypatch.setattr(pool._waking, "ring", lambda: (rings.append(1), ring()))
-    pool.submit(call(lambda: go.wait(PATIENCE)))
+    pool.submit(call(lambda: go.wait(2 * PATIENCE)))
     assert eventually(lambda: pool.running() == 1)
     assert len(rings) == 1
     done = threading.Event()
