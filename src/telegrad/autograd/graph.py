@@ -31,14 +31,14 @@ _RECEIVE: Any = RecvRpc._backward_cls
 _SEND: Any = SendRpc._backward_cls
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Unit:
     """Sources that meet, and what they reach."""
 
     sources: list[int]
     leaves: list[Node] = field(default_factory=list)
     recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
-    nodes: list[Node] = field(default_factory=list)  # all between; known only where sources may meet
+    nodes: list[Node] = field(default_factory=list)  # all between; of a big graph only where sources meet
     is_quick: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
 
 
@@ -49,16 +49,15 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
     Python holds it: then torch wants the GIL while it has the leaf's lock, and another thread may have it the other way
     round.
     """
-    if len(sources) == 1:
-        return _alone(*sources[0])
     owner: dict[Node, int] = {}  # which source came to a node first
     taker: dict[Recv, int] = {}  # and to a message: its gradients go together
-    parent = list(range(len(sources)))
-    leaves: list[set[Node]] = []
-    recvs: list[dict[Recv, set[int]]] = []
-    for index, (_, edges) in enumerate(sources):
-        mine: set[Node] = set()
-        received: dict[Recv, set[int]] = {}
+    holder: dict[Node, int] = {}  # and to a leaf, at which sources meet only if it has a hook
+    meetings: list[tuple[int, int]] = []
+    units: list[Unit] = []
+    for index, (source, edges) in enumerate(sources):
+        leaves: set[Node] = set()
+        recvs: dict[Recv, set[int]] = {}
+        nodes: list[Node] = []  # to which no source came before
         todo = list(edges)
         while todo:
             node: Any = todo.pop()[0]
@@ -66,55 +65,43 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
                 continue
             kind = type(node)
             if kind is _ACCUMULATE:
-                mine.add(node)
+                leaves.add(node)
+                first = holder.setdefault(node, index)
+                if first != index and has_hooks(node):
+                    meetings.append((first, index))
                 continue
-            if kind is _RECEIVE:
-                received.setdefault(node.recv, set()).add(node.part)
-                first = taker.setdefault(node.recv, index)
-                owner[node] = first
-            else:
-                first = owner.setdefault(node, -1)
-                if first == -1:
-                    owner[node] = first = index
+            known = owner.get(node)
+            if known is None:
+                owner[node] = index
+                nodes.append(node)
+                if kind is not _RECEIVE:
                     todo.extend(node.next_functions)
-            if first != index:
-                _join(parent, first, index)
-        leaves.append(mine)
-        recvs.append(received)
-    _join_at_hooks(parent, leaves)
-    return _units(sources, parent, leaves, recvs, owner), owner
-
-
-def _alone(source: int, edges: Iterable[Edge]) -> tuple[list[Unit], Collection[Node]]:
-    """As ``survey``, for one source that meets nobody."""
-    seen: set[Node] = set()
-    leaves: set[Node] = set()
-    recvs: dict[Recv, set[int]] = {}
-    todo = list(edges)
-    while todo:
-        node: Any = todo.pop()[0]
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        kind = type(node)
-        if kind is _ACCUMULATE:
-            leaves.add(node)
-        elif kind is _RECEIVE:
+                    continue
+            elif kind is not _RECEIVE:
+                if known != index:
+                    meetings.append((known, index))
+                continue
             recvs.setdefault(node.recv, set()).add(node.part)
-        else:
-            todo.extend(node.next_functions)
-    is_quick = _is_quick(seen)
-    seen -= leaves
-    return [Unit([source], list(leaves), recvs, is_quick=is_quick)], seen
+            first = taker.setdefault(node.recv, index)
+            if first != index:
+                meetings.append((first, index))
+        units.append(Unit([source], list(leaves), recvs, nodes))
+    if meetings:
+        units = _joined(units, meetings)
+    is_small = len(owner) <= _FEW
+    for unit in units:
+        if is_small:
+            unit.is_quick = _is_quick(unit.nodes)
+        elif len(unit.sources) == 1:
+            unit.nodes = []
+    return units, owner
 
 
 _FEW = 4_000
 
 
 def _is_quick(nodes: Collection[Any]) -> bool:
-    """Whether there are not many, and recvs are older than all others, so that torch's engine comes to them last."""
-    if len(nodes) > _FEW:
-        return False
+    """Whether recvs are older than all others, so that torch's engine comes to them last."""
     newest = oldest = None
     for node in nodes:
         kind = type(node)
@@ -122,11 +109,33 @@ def _is_quick(nodes: Collection[Any]) -> bool:
             number = node._sequence_nr()
             if newest is None or number > newest:
                 newest = number
-        elif kind is not _ACCUMULATE and kind is not _SEND:
+        elif kind is not _SEND:
             number = node._sequence_nr()
             if oldest is None or number < oldest:
                 oldest = number
     return newest is None or oldest is None or newest < oldest
+
+
+def _joined(alone: Sequence[Unit], meetings: Iterable[tuple[int, int]]) -> list[Unit]:
+    """The units of sources of which some meet, made of what each reaches."""
+    parent = list(range(len(alone)))
+    for one, other in meetings:
+        parent[_find(parent, one)] = _find(parent, other)
+    units: dict[int, Unit] = {}
+    known: dict[int, set[Node]] = {}  # the leaves of each unit
+    for index, each in enumerate(alone):
+        first = _find(parent, index)
+        if first not in units:
+            units[first], known[first] = each, set(each.leaves)
+            continue
+        unit, leaves = units[first], known[first]
+        unit.sources += each.sources
+        unit.leaves += [leaf for leaf in each.leaves if leaf not in leaves]
+        leaves.update(each.leaves)
+        unit.nodes += each.nodes
+        for recv, parts in each.recvs.items():
+            unit.recvs.setdefault(recv, set()).update(parts)
+    return list(units.values())
 
 
 def _find(parent: list[int], index: int) -> int:
@@ -134,22 +143,6 @@ def _find(parent: list[int], index: int) -> int:
         parent[index] = parent[parent[index]]
         index = parent[index]
     return index
-
-
-def _join(parent: list[int], one: int, other: int) -> None:
-    parent[_find(parent, one)] = _find(parent, other)
-
-
-def _join_at_hooks(parent: list[int], leaves: Sequence[set[Node]]) -> None:
-    """A leaf with a hook is a node at which sources meet."""
-    first: dict[Node, int] = {}
-    for index, mine in enumerate(leaves):
-        for leaf in mine:
-            if leaf in first:
-                if has_hooks(leaf):
-                    _join(parent, first[leaf], index)
-            else:
-                first[leaf] = index
 
 
 def is_leaf_alone(edges: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
