@@ -89,8 +89,8 @@ def test_each_note_is_accepted_exactly_once(story: list[tuple[str, int]]) -> Non
     for event, index in story:
         step(network, event, index)
         assert max(network.accepted.values(), default=0) <= 1
-        floor = network.inbox._floor.get(SENDER, 0)
-        assert all(floor <= seq < network.posted for seq in network.inbox._seen.get(SENDER, ()))
+        for incoming in network.inbox._from.values():
+            assert all(incoming.floor <= seq < network.posted for seq in incoming.seen)
     network.heal()
     assert network.accepted == Counter(range(network.posted))
 
@@ -100,7 +100,7 @@ def test_the_receiver_forgets_what_was_acknowledged() -> None:
     for _ in range(1000):
         network.post()
         network.heal()
-        assert len(network.inbox._seen[SENDER]) <= 2
+        assert len(network.inbox._from[SENDER].seen) <= 2
 
 
 def test_a_copy_that_comes_when_it_is_forgotten_is_not_let_through() -> None:
@@ -110,7 +110,7 @@ def test_a_copy_that_comes_when_it_is_forgotten_is_not_let_through() -> None:
     network.heal()
     network.post()
     network.heal()  # this one said that the first is acknowledged
-    assert late.seq not in network.inbox._seen[SENDER]
+    assert late.seq not in network.inbox._from[SENDER].seen
     network.deliver(late)
     assert network.accepted == Counter([0, 1])
 
@@ -123,12 +123,12 @@ def test_a_note_that_waits_holds_the_floor_and_nothing_below_it() -> None:
         network.post()
         network.deliver(network.notes.pop())
         network.acknowledge(network.acks.pop())
-    assert len(network.inbox._seen[SENDER]) == 100  # all may still be repeated, for all that the receiver knows
+    assert len(network.inbox._from[SENDER].seen) == 100  # all may still be repeated, for all that the receiver knows
     network.deliver(stuck)
     network.acknowledge(network.acks.pop())
     network.post()
     network.deliver(network.notes.pop())
-    assert len(network.inbox._seen[SENDER]) == 1
+    assert len(network.inbox._from[SENDER].seen) == 1
 
 
 def test_the_pause_between_repeats_grows_to_a_limit() -> None:
@@ -165,5 +165,5 @@ def test_a_lost_worker_is_forgotten() -> None:
     inbox.lost(SENDER)
     assert len(outbox) == 0
     assert outbox.due(1e9) == []
-    assert not inbox._seen
+    assert not inbox._from
     outbox.acknowledged(RECEIVER, (0,))  # late, and harmless

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -83,7 +83,11 @@ class Bodies:
         """The value of a body, and the scope in which the incoming interceptor wants it used."""
         scope = None
         rrefs = [self.make_reference(fork) for fork in body.rrefs] if body.rrefs else []
-        buffers = codec.complete(body, streamed, self._borrow(peer, link, body)) if body.buffers else []
+        buffers: Sequence[Any] = body.buffers
+        for buffer in buffers:
+            if type(buffer) is not bytearray:  # else all came inside the header, as most small ones do
+                buffers = codec.complete(body, streamed, self._borrow(peer, link, body))
+                break
         tensors = values.tensors_of(body, buffers)
         if body.extra is not None and self.incoming is not None:
             scope = self.incoming(link.peer_id, body.extra, tensors)

@@ -47,16 +47,19 @@ class Outbox:
     def post(
         self, to: int, payload: NotePayload, now: float, parcel: Parcel = EMPTY_PARCEL, acks: tuple[int, ...] = ()
     ) -> Note:
-        outgoing = self._to.setdefault(to, _Outgoing())
+        outgoing = self._to.get(to)
+        if outgoing is None:
+            outgoing = self._to[to] = _Outgoing()
         seq = outgoing.next_seq
         outgoing.next_seq += 1
         outgoing.waiting[seq] = _Unacknowledged(payload, parcel, self._first_pause, now + self._first_pause)
         return outgoing.note(seq, acks)
 
     def acknowledged(self, by: int, seqs: tuple[int, ...]) -> None:
-        if by in self._to:
+        if seqs and by in self._to:
+            waiting = self._to[by].waiting
             for seq in seqs:
-                self._to[by].waiting.pop(seq, None)
+                waiting.pop(seq, None)
 
     def due(self, now: float) -> list[tuple[int, Note, Parcel]]:
         """The notes to send again."""
@@ -76,36 +79,46 @@ class Outbox:
         return sum(len(outgoing.waiting) for outgoing in self._to.values())
 
 
+@dataclass(slots=True)
+class _Incoming:
+    floor: int = 0
+    seen: set[int] = field(default_factory=set)  # of the numbers from the floor on
+    acks: list[int] = field(default_factory=list)  # what the sender has not been told has come
+
+
 class Inbox:
     """Lets each note through once, and remembers what is to be acknowledged."""
 
     def __init__(self) -> None:
-        self._acks: dict[int, list[int]] = {}
-        self._floor: dict[int, int] = {}
-        self._seen: dict[int, set[int]] = {}
+        self._from: dict[int, _Incoming] = {}
 
     def accept(self, sender: int, note: Note) -> bool:
-        self._acks.setdefault(sender, []).append(note.seq)
-        floor, seen = self._floor.get(sender, 0), self._seen.setdefault(sender, set())
-        if note.floor > floor:
+        incoming = self._from.get(sender)
+        if incoming is None:
+            incoming = self._from[sender] = _Incoming()
+        seq, floor, seen = note.seq, note.floor, incoming.seen
+        incoming.acks.append(seq)
+        if floor > incoming.floor:
             # Whichever is shorter: a stranger may name any number.
-            below = range(floor, note.floor) if note.floor - floor < len(seen) else [s for s in seen if s < note.floor]
-            seen.difference_update(below)
-            floor = self._floor[sender] = note.floor
-        if note.seq < floor or note.seq in seen:
+            few = floor - incoming.floor < len(seen)
+            seen.difference_update(range(incoming.floor, floor) if few else [old for old in seen if old < floor])
+            incoming.floor = floor
+        if seq < incoming.floor or seq in seen:
             return False
-        seen.add(note.seq)
+        seen.add(seq)
         return True
 
     def acks_for(self, worker: int) -> tuple[int, ...]:
         """What that worker should be told has come; from now on it counts as told."""
-        return tuple(self._acks.pop(worker, ()))
+        incoming = self._from.get(worker)
+        if incoming is None or not incoming.acks:
+            return ()
+        acks, incoming.acks = incoming.acks, []
+        return tuple(acks)
 
     def owing(self) -> list[int]:
         """The workers that are to be told something."""
-        return list(self._acks)
+        return [worker for worker, incoming in self._from.items() if incoming.acks]
 
     def lost(self, worker: int) -> None:
-        self._acks.pop(worker, None)
-        self._floor.pop(worker, None)
-        self._seen.pop(worker, None)
+        self._from.pop(worker, None)

@@ -57,8 +57,22 @@ class Pass:
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self.reductions: dict[int, Reduction] = {}  # by module
         self._surveyed = False
-        self.plan = Plan(self.is_root)
-        self.explorer = Explorer()  # what the wave found
+        self._plan: Plan | None = None
+        self._explorer: Explorer | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """Made when it is first asked for, which may be done under the lock only: most passes need none."""
+        if self._plan is None:
+            self._plan = Plan(self.is_root)
+        return self._plan
+
+    @property
+    def explorer(self) -> Explorer:
+        """What the wave found; as ``plan``."""
+        if self._explorer is None:
+            self._explorer = Explorer()
+        return self._explorer
 
     def survey(self) -> None:
         """Looks at the graph, once; under the lock."""
@@ -128,8 +142,9 @@ class Pass:
         """After any event, under the lock: what to say to whom, and what to run."""
         notes: Notes = []
         jobs: list[Job] = []
-        local, flow = self.local, self.local.flow
-        if self.error is not None or (flow.active and not local.curious and not self.plan.started):
+        local, plan = self.local, self._plan
+        flow = local.flow
+        if self.error is not None or (flow.active and not local.curious and (plan is None or not plan.started)):
             return notes, jobs
         if local.curious and not self.asked:
             self.asked = True
@@ -137,8 +152,8 @@ class Pass:
                 notes += self.start_wave()
             else:
                 notes.append((self.id.created_on, PlanWanted(self.id)))
-        plan = self.plan
-        if plan.started:
+            plan = self._plan
+        if plan is not None and plan.started:
             for to, count, owed in plan.wave.settle():
                 notes.append((to, Explored(self.id, count, owed, tuple(plan.curious))))
             if self.is_root and plan.ends():
@@ -173,7 +188,9 @@ class Pass:
         if self.head.fast and len(job.unit.sources) > 1:
             return list(range(len(self.context.sends[source].parts)))
         came = self.gradients.get(source)
-        return sorted(came if came is not None else self.plan.live.get(source, ()))
+        if came is None:
+            return sorted(self._plan.live.get(source, ())) if self._plan is not None else []
+        return sorted(came) if len(came) > 1 else list(came)
 
     def reached(self, job: Job) -> dict[Recv, set[int]]:
         """Which tensors of which messages get a gradient from this job, be it an undefined one.
@@ -183,8 +200,9 @@ class Pass:
         unit = job.unit
         if not unit.recvs or (self.head.fast and len(job.sources) > 1) or self._is_whole(job):
             return unit.recvs
-        if len(unit.sources) > 1 and self.plan.known:
-            return {recv: parts for recv, parts in self.explorer.reached.items() if recv in unit.recvs}
+        if len(unit.sources) > 1 and self._plan is not None and self._plan.known:
+            found = self._explorer.reached if self._explorer is not None else {}
+            return {recv: parts for recv, parts in found.items() if recv in unit.recvs}
         edges: list[Edge] = []
         for source in job.sources:
             if source == ROOT:
@@ -198,13 +216,18 @@ class Pass:
         if len(job.sources) < len(job.unit.sources):
             return False
         sends, gradients = self.context.sends, self.gradients
-        return all(
-            source == ROOT or len(gradients.get(source, ())) == len(sends[source].parts) for source in job.sources
-        )
+        for source in job.sources:
+            if source != ROOT and len(gradients.get(source, ())) != len(sends[source].parts):
+                return False
+        return True
 
     def is_complete(self, job: Job) -> bool:
         """Whether all that it needs has come."""
-        return all(source == ROOT or source in self.gradients for source in job.sources)
+        gradients = self.gradients
+        for source in job.sources:
+            if source != ROOT and source not in gradients:
+                return False
+        return True
 
     def entries(self, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where torch's engine starts, newest first, and with what.
@@ -261,7 +284,7 @@ class Pass:
     def awaited(self) -> int | None:
         """One of the workers that must speak before the pass can end."""
         with self.lock:
-            waits = self.local.flow.awaited or self.plan.wave.awaited
+            waits = self.local.flow.awaited or (self._plan.wave.awaited if self._plan is not None else ())
             return next(iter(waits), None)
 
     def zeros(self, message_id: int, part: int) -> Tensor | None:
@@ -283,7 +306,7 @@ class Pass:
             sends = [self.context.sends.get(job.blocked_on or 0) for job in self.local.jobs]
             return (
                 self.local.flow.waits_for(worker)
-                or self.plan.wave.waits_for(worker)
+                or (self._plan is not None and self._plan.wave.waits_for(worker))
                 or any(send is not None and send.to == worker for send in sends)
             )
 
@@ -317,7 +340,7 @@ class Pass:
         return (
             f"<Pass {self.id} in context {self.context.id}: {self.local.flow!r}; {len(self.local.jobs)} units "
             f"{[job.state.value for job in self.local.jobs]}; came: {arrived or 'nothing'}; "
-            f"missing: {missing or 'nothing'}; {self.plan!r}{state}>"
+            f"missing: {missing or 'nothing'}; {self._plan or 'no plan asked for'}{state}>"
         )
 
 

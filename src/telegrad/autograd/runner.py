@@ -79,15 +79,18 @@ class Runner:
     def _take(self, turn: Turn) -> None:
         """Small units are faster one after the other, for under the GIL threads get in each other's way; after one that
         takes long, other threads get those that are left."""
-        sent = time.monotonic()
+        sent: float | None = None
+        begun = 0.0
         while turn.todo and turn.this.error is None:
             jobs = turn.next_jobs()
             if turn.letters and not jobs[0].unit.is_quick:
                 self._send(turn)
-            begun = time.thread_time()
+            if turn.todo:  # else nothing waits for this one, and the clocks need not be asked
+                begun = time.thread_time()
+                sent = time.monotonic() if sent is None else sent
             self._run(turn, jobs)
             self._agent.pool.progress()
-            if not turn.todo:
+            if not turn.todo or sent is None:
                 continue
             now = time.monotonic()
             if time.thread_time() - begun > _LONG:
@@ -104,6 +107,8 @@ class Runner:
         self._send(turn)
 
     def _send(self, turn: Turn) -> None:
+        if not turn.notes and not turn.letters:
+            return
         notes, letters = turn.take_mail()
         self._post(turn.this, notes)
         for to, letter in letters.items():
@@ -255,7 +260,13 @@ class _Run:
         return self._runner.gradient_for(self._turn, self._job, message_id, part)
 
     def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
-        ready = self._ready.setdefault(recv, {})
-        ready[part] = gradient
-        if len(ready) == len(self._reached[recv]):
-            self._runner.emit(self._turn, recv, self._ready.pop(recv), self._at_once, self._alone)
+        expected = len(self._reached[recv])
+        if expected == 1:
+            ready = {part: gradient}
+        else:
+            ready = self._ready.setdefault(recv, {})
+            ready[part] = gradient
+            if len(ready) < expected:
+                return
+            del self._ready[recv]
+        self._runner.emit(self._turn, recv, ready, self._at_once, self._alone)

@@ -37,11 +37,18 @@ class Letter:
 
     def add(self, message_id: int, gradients: dict[int, Tensor | None]) -> None:
         """What the tensors of a message got.  It is packed at once: who computed it may use the memory again."""
-        defined = {part: _plain(gradient) for part, gradient in gradients.items() if gradient is not None}
-        undefined = tuple([part for part in gradients if part not in defined]) if len(defined) < len(gradients) else ()
-        if defined:
-            self.bundle.add(list(defined.values()))
-        self._messages.append((message_id, tuple(defined), undefined))
+        tensors: list[Tensor] = []
+        defined: tuple[int, ...] = ()
+        undefined: tuple[int, ...] = ()
+        for part, gradient in gradients.items():
+            if gradient is None:
+                undefined += (part,)
+            else:
+                defined += (part,)
+                tensors.append(gradient if type(gradient) is Tensor else _plain(gradient))
+        if tensors:
+            self.bundle.add(tensors)
+        self._messages.append((message_id, defined, undefined))
 
     @property
     def may_grow(self) -> bool:
@@ -54,19 +61,19 @@ class Letter:
 
 def _plain(gradient: Tensor) -> Tensor:
     """A gradient is no parameter, though a user may give one as such."""
-    return gradient.view_as(gradient) if type(gradient) is not Tensor and isinstance(gradient, Parameter) else gradient
+    return gradient.view_as(gradient) if isinstance(gradient, Parameter) else gradient
 
 
 def unpack(messages: Messages, tensors: Sequence[Tensor]) -> dict[int, dict[int, Tensor | None]]:
     """The gradients of a letter, by message and by which of its tensors they are for."""
-    if sum([len(parts) for _, parts, _ in messages]) != len(tensors):
-        raise ProtocolError(f"{len(tensors)} gradients came with a letter that speaks of others")
-    following = iter(tensors)
     came: dict[int, dict[int, Tensor | None]] = {}
+    following, named = iter(tensors), 0
     for message_id, parts, undefined in messages:
-        came[message_id] = dict(zip(parts, following, strict=False))
-        if undefined:
-            came[message_id] = {**dict.fromkeys(undefined), **came[message_id]}
+        came[message_id] = dict.fromkeys(undefined) if undefined else {}
+        came[message_id].update(zip(parts, following, strict=False))
+        named += len(parts)
+    if named != len(tensors):
+        raise ProtocolError(f"{len(tensors)} gradients came with a letter that speaks of others")
     return came
 
 

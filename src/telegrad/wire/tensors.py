@@ -110,7 +110,9 @@ DeviceMap = Callable[[torch.device], str | None]
 
 def pack(tensors: Sequence[Tensor], packed: Packed, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
     """Describes the tensors and puts their memory into ``packed``."""
-    if len(tensors) == 1 or all_apart(tensors):
+    if len(tensors) == 1:
+        return (_pack_one(tensors[0], packed, device_for),)
+    if all_apart(tensors):
         return tuple([_pack_one(tensor, packed, device_for) for tensor in tensors])
     shared = overlaps(tensors)
     return tuple(
@@ -237,6 +239,8 @@ def _pack_shared(tensor: Tensor, region: Region, packed: Packed) -> TensorMeta:
 def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any]) -> list[Tensor]:
     """Rebuilds the tensors over the received memory, without copying it."""
     storages: dict[int, Tensor] = {}
+    if len(metas) == 1:
+        return [_unpack_one(metas[0], buffers, storages)]
     return [_unpack_one(meta, buffers, storages) for meta in metas]
 
 
