@@ -354,9 +354,12 @@ class Pool:
 
         ``let_go`` lets others read what this thread alone reads, in case that it must wait for something.
         """
-        mine = deque(each for each in work if type(each) is not UserCall)
-        if len(mine) < len(work):
-            self.submit_all([each for each in work if type(each) is UserCall])
+        mine = deque(work)
+        for each in work:
+            if type(each) is UserCall:
+                mine = deque(each for each in work if type(each) is not UserCall)
+                self.submit_all([each for each in work if type(each) is UserCall])
+                break
         outer = getattr(self._here, "held", None)
         self._here.held = (mine, let_go)
         try:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
+from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from telegrad.autograd.context import Entered, Scope
+from telegrad.autograd.context import Context, Entered, Scope
 from telegrad.autograd.engine import Engine
 from telegrad.current import current_worker
 from telegrad.errors import UsageError
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
+
+if TYPE_CHECKING:
+    from telegrad.worker import Worker
 
 Root = Tensor | RRef[Any]
 
@@ -48,7 +52,7 @@ def backward(
     """
     worker = current_worker()
     engine = worker.autograd
-    known = engine.registry.get(context_id, lambda to: repr(worker.agent.peer(to).name))
+    known = _known(worker, context_id)
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode is 'smart' or 'fast', not {mode!r}")
     if type(roots) is not list and (isinstance(roots, (Tensor, RRef)) or not isinstance(roots, Sequence)):
@@ -56,9 +60,11 @@ def backward(
     if not roots:
         raise UsageError("backward was given no roots: backward(context_id, [loss])")
     tensors: Sequence[Any] = roots
-    if any(isinstance(root, RRef) for root in roots):
-        with Scope(known):
-            tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
+    for root in roots:
+        if isinstance(root, RRef):
+            with Scope(known):
+                tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
+            break
     gradients = _root_gradients(tensors, grad_tensors)
     # As in torch, a no_grad around it says nothing; but this thread will open what other workers send.
     with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
@@ -81,7 +87,10 @@ def _root_edge(root: Any, index: int) -> GradientEdge:
             f"root {index} needs no gradient: nothing that requires one was used to compute it"
             + (", or it was computed inside no_grad" if root.is_leaf else "")
         )
-    return get_gradient_edge(root)
+    node: Any = root.grad_fn
+    if node is None or isinstance(node, _FunctionBase):
+        return get_gradient_edge(root)
+    return GradientEdge(node, root.output_nr)  # what it comes to for a node of C++, for a third
 
 
 def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None) -> list[Tensor]:
@@ -94,7 +103,7 @@ def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None)
             if isinstance(root, Tensor) and (root.numel() != 1 or root.is_complex()):
                 what = "is complex" if root.is_complex() else f"has shape {list(root.shape)}"
                 raise UsageError(f"root {index} {what}: backward needs a scalar, or grad_tensors of its shape")
-            gradient = torch.ones_like(root, memory_format=torch.preserve_format) if isinstance(root, Tensor) else root
+            gradient = torch.ones_like(root) if isinstance(root, Tensor) else root
         elif not isinstance(gradient, Tensor) or gradient.shape != root.shape:
             shape = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
             raise UsageError(f"root {index} has shape {list(root.shape)}, but its grad_tensor {shape}")
@@ -104,8 +113,13 @@ def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None)
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients that this worker's leaves got in that context."""
-    worker = current_worker()
-    return worker.autograd.registry.get(context_id, lambda to: repr(worker.agent.peer(to).name)).gradients()
+    return _known(current_worker(), context_id).gradients()
+
+
+def _known(worker: Worker, context_id: int) -> Context:
+    registry = worker.autograd.registry
+    context = registry.find(context_id) if type(context_id) is int else None
+    return context or registry.get(context_id, lambda to: repr(worker.agent.peer(to).name))
 
 
 def is_available() -> bool:

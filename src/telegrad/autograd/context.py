@@ -46,9 +46,8 @@ class Context:
         self.origin: int | None = None  # who told this worker first; it is told by others when the context ends
         self.workers: set[int] = set()  # whom this worker told of the context
         self.passes: dict[GlobalId, Any] = {}  # those that this worker takes part in; None: it has failed
-        self.tops: set[Node] = set()
-        self.nodes: set[Node] = set()
         self.floors: dict[int, int] = {}  # by root: its passes below that number are over, or have failed
+        self.graph: tuple[set[Node], set[Node]] | None = None  # the tops and all nodes of a big one
         self._leaves: dict[int, Tensor] = {}  # by id: as keys, tensors cost 0.2 us for each look
         self._gradients: dict[int, Tensor] = {}
         self._lock = threading.Lock()
@@ -60,8 +59,10 @@ class Context:
     def keep_graph(self, tops: Iterable[Node], nodes: Iterable[Node]) -> None:
         """Nodes of a big graph, which must not be freed all at once (see ``graph``)."""
         with self._lock:
-            self.tops.update(tops)
-            self.nodes.update(nodes)
+            if self.graph is None:
+                self.graph = set(), set()
+            self.graph[0].update(tops)
+            self.graph[1].update(nodes)
 
     # --- gradients ----------------------------------------------------------------------------------------------
 

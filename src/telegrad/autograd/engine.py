@@ -146,9 +146,12 @@ class Engine:
         if not this.over:
             assert this.error is not None
             raise this.error
-        if any(report.missing for report in this.local.reports.values()):
+        reports = this.local.reports.values()
+        if not reports:
+            return
+        if any(report.missing for report in reports):
             raise nothing_came(self._agent, this)
-        if any(report.reduces for report in this.local.reports.values()):
+        if any(report.reduces for report in reports):
             reduce_everywhere(self._agent, this, self._runner.reduce_rest)
 
     def _step(self, this: Pass, event: Callable[[], None]) -> None:
@@ -165,7 +168,7 @@ class Engine:
     def _join(self, sender: int, head: PassHead) -> Pass | None:
         """The pass of a message that came; None if it has failed, or its context has ended."""
         context = self.registry.find(head.context_id)
-        pass_id = GlobalId(*head.pass_id)
+        pass_id = head.pass_id
         if context is None:
             self._report_failure(pass_id, TelegradError(f"context {head.context_id} has ended on this worker"))
             return None
@@ -177,8 +180,10 @@ class Engine:
             return known
         with self._lock:
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
-            over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]
-            ended = [context.passes.pop(old) for old in over]
+            ended: Sequence[Pass | None] = ()
+            if context.passes:
+                over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]
+                ended = [context.passes.pop(old) for old in over]
             if number >= floor and pass_id not in context.passes:
                 context.passes[pass_id] = Pass(self._me, head, context, self._name)
             found: Pass | None = context.passes.get(pass_id)
@@ -220,7 +225,8 @@ class Engine:
                     self._hear(this, sender, payload.finished)
                 notes, more = this.next_steps()
                 this.tell()
-            notes += [(to, Finished(this.id, count, owed, ())) for to, count, owed in answers]
+            for to, count, owed in answers:
+                notes.append((to, Finished(this.id, count, owed, ())))
         except BaseException as error:
             self._fail(this, error)
             return
@@ -232,7 +238,7 @@ class Engine:
         this.local.flow.answered(sender, finished.count, finished.owed)
 
     def _on_finished(self, sender: int, payload: Finished, _: Open) -> None:
-        this = self.find_pass(GlobalId(*payload.pass_id))
+        this = self.find_pass(payload.pass_id)
         if this is not None:
             self._step(this, lambda: self._hear(this, sender, payload))
 
@@ -259,12 +265,12 @@ class Engine:
         self._runner.carry_out(this, [*answers, *found, *notes], jobs)
 
     def _on_explored(self, sender: int, payload: Explored, _: Open) -> None:
-        this = self.find_pass(GlobalId(*payload.pass_id))
+        this = self.find_pass(payload.pass_id)
         if this is not None:
             self._step(this, lambda: this.plan.explored(sender, payload.count, payload.owed, payload.curious))
 
     def _on_plan_wanted(self, sender: int, payload: PlanWanted, _: Open) -> None:
-        this = self.find_pass(GlobalId(*payload.pass_id))
+        this = self.find_pass(payload.pass_id)
         if this is None:
             return
         with this.lock:
@@ -281,7 +287,7 @@ class Engine:
         self._runner.carry_out(this, [*notes, *more], jobs)
 
     def _on_plan_known(self, sender: int, payload: PlanKnown, _: Open) -> None:
-        this = self.find_pass(GlobalId(*payload.pass_id))
+        this = self.find_pass(payload.pass_id)
         if this is not None:
             with this.lock:
                 if this.error is not None:
@@ -319,7 +325,7 @@ class Engine:
             self._agent.mail.post(root.id, payload)
 
     def _on_failed(self, sender: int, payload: PassFailed, open_value: Open) -> None:
-        this = self.find_pass(GlobalId(*payload.pass_id))
+        this = self.find_pass(payload.pass_id)
         if this is None:
             return
         try:
@@ -337,7 +343,7 @@ class Engine:
         context = self.registry.find(payload.context_id)
         if context is None:
             return
-        pass_id = GlobalId(*payload.pass_id)
+        pass_id = payload.pass_id
         with self._lock:
             this: Pass | None = context.passes.get(pass_id)
             context.passes[pass_id] = None  # so that a late message does not bring it back
@@ -377,15 +383,19 @@ class Engine:
         context = self.registry.drop(context_id)
         if context is None:
             return
-        for this in [each for each in list(context.passes.values()) if each is not None]:
-            this.stop(TelegradError(f"context {context_id} has ended"))
+        for this in list(context.passes.values()) if context.passes else ():
+            if this is not None:
+                this.stop(TelegradError(f"context {context_id} has ended"))
         context.passes.clear()
-        if context.nodes:
-            self._graveyard.bury(context.tops, context.nodes)
-            context.sends, context.tops, context.nodes = {}, set(), set()
+        if context.graph is not None:
+            tops, nodes = context.graph
+            context.sends, context.graph = {}, None
+            self._graveyard.bury(tops, nodes)
+            del nodes
         self._graveyard.visit()
-        for worker in context.workers - {context.origin, self._me}:
-            self._agent.mail.post(worker, DropContext(context_id), when_idle=when_idle)
+        for worker in tuple(context.workers):
+            if worker != context.origin and worker != self._me:
+                self._agent.mail.post(worker, DropContext(context_id), when_idle=when_idle)
 
     def _on_tell_me(self, sender: int, payload: TellMe, _: Open) -> None:
         context = self.registry.find(payload.context_id)

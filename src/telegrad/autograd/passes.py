@@ -38,7 +38,7 @@ class Pass:
         root_gradients: Sequence[Tensor] = (),
     ) -> None:
         self.head = head
-        self.id = GlobalId(*head.pass_id)
+        self.id = head.pass_id
         self.is_root = self.id.created_on == worker
         self.context = context
         self._name_of = name_of

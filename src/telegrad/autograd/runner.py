@@ -61,7 +61,8 @@ class Runner:
 
     def carry_out(self, this: Pass, notes: Notes, jobs: Sequence[Job]) -> None:
         """Does what a pass wants done after an event."""
-        self._post(this, notes)
+        if notes:
+            self._post(this, notes)
         if jobs:
             self._take(Turn(this, jobs))
 

@@ -93,7 +93,8 @@ class Packed:
     def add_array(self, array: NDArray[Any]) -> int:
         """Adds the memory of a contiguous array."""
         size = array.nbytes
-        if self.inlines(size):
+        if size <= INLINE_LIMIT and size <= self._budget:
+            self._budget -= size
             self.buffers.append(array.tobytes())
         elif self._lane is not None and (slab := self._lane(array.__array_interface__["data"][0], size)) is not None:
             self.slabs.append(slab)
@@ -131,7 +132,7 @@ def _flags(tensor: Tensor) -> int:
 
 
 def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMeta:
-    flags = _flags(tensor)
+    flags = _flags(tensor) if tensor.requires_grad or type(tensor) is not Tensor else 0
     # The hot path: numpy() refuses whatever is not plain memory, in one call instead of ten questions, each of which
     # costs 2 us when torch's code is not in the core's caches, as between two calls.
     try:

@@ -105,15 +105,16 @@ class Bundle:
 
     def add(self, tensors: list[Tensor]) -> None:
         """Only the first may have tensors that need a gradient."""
+        route = self._route
         try:
             for tensor in tensors:
                 if type(tensor) is not Tensor and not in_table(tensor):
                     raise NotInTable
-            self._metas += pack_tensors(tensors, self._packed, self._route.device_for)
+            self._metas += pack_tensors(tensors, self._packed, route.device_for)
         except NotInTable:
             raise SerializationError("a tensor among them can only go through pickle") from None
-        if self._recorded and self._route.outgoing is not None:
-            extra = self._route.outgoing(self._route.to, tensors)
+        if self._recorded and route.outgoing is not None:
+            extra = route.outgoing(route.to, tensors)
             self._extra = self._extra or extra
 
     @property
