@@ -45,17 +45,18 @@ class Pair:
     """A sender and a receiver, and both ends of the link between them."""
 
     def __init__(self, lane_open: bool = True) -> None:
-        self.sender, self.receiver = Bodies(True, WORD), Bodies(True, bytes(32))
         self.out, self.back = FakeLink(1, lane_open), FakeLink(0)
         self.to = Peer(WorkerRecord(1, "receiver"), Route(1))
         self.origin = Peer(WorkerRecord(0, "sender", pid=os.getpid(), lane_word=WORD), Route(0))
+        self.sender = Bodies(lambda _: self.to, True, WORD)
+        self.receiver = Bodies(lambda _: self.origin, True, bytes(32))
 
     def pack(self, value: Any) -> Parcel:
         return self.sender.pack(self.to, self.out, value)
 
     def open(self, parcel: Parcel) -> Any:
         body = arrived(parcel)
-        return self.receiver.open(self.origin, self.back, body, [bytearray(memory) for memory in parcel.stream])[0]
+        return self.receiver.open(self.back, body, [bytearray(memory) for memory in parcel.stream])[0]
 
     def deliver(self) -> list[Taken]:
         """Brings what the receiver has to say to the sender."""
@@ -337,7 +338,7 @@ def test_a_value_that_cannot_be_rebuilt_gives_its_slabs_back(pair: Pair) -> None
     body = arrived(pair.pack([tensor(1)]))
     too_long = type(body.tensors[0])(body.tensors[0].dtype, (2 * BIG,), 0)
     with pytest.raises(SerializationError):
-        pair.receiver.open(pair.origin, pair.back, Body(body.tree, buffers=body.buffers, tensors=(too_long,)), [])
+        pair.receiver.open(pair.back, Body(body.tree, buffers=body.buffers, tensors=(too_long,)), [])
     pair.receiver.give_back()
     assert len(pair.deliver()) == 1
     assert pair.idle == size_class(BIG)
@@ -466,4 +467,4 @@ def test_a_sender_that_is_gone(pair: Pair) -> None:
 def test_a_receiver_that_is_told_of_no_slab_of_the_sender(pair: Pair) -> None:
     body = Body([0], buffers=(InPeer(1, 0, BIG),))
     with pytest.raises(WorkerLostError, match="took 100,000 bytes away"):
-        pair.receiver.open(pair.origin, pair.back, body, [])
+        pair.receiver.open(pair.back, body, [])

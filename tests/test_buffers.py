@@ -168,13 +168,13 @@ def test_a_loan_is_back_when_its_last_view_is_gone(make_view):
     loans.add(memory, "behind")
     view = make_view(memory)
     del memory
-    assert not loans
+    assert not loans.back
     assert list(loans.returned()) == []
     assert len(loans) == 1
     del view
-    assert loans
+    assert loans.back
     assert list(loans.returned()) == ["behind"]
-    assert not loans
+    assert not loans.back
     assert len(loans) == 0
 
 
@@ -214,7 +214,7 @@ def test_what_is_left_with_its_user_does_not_come_back():
     del memory
     memories.clear()
     assert sorted(loans.returned()) == [1, 3, 5]
-    assert not loans
+    assert not loans.back
 
 
 def test_what_came_back_cannot_be_left():

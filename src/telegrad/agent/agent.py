@@ -75,10 +75,11 @@ class Agent:
         self.options = options
         self.pool = Pool(me.name, options.threads, on_thread_start)
         self.calls: Calls[Ticket] = Calls()
-        self.bodies = Bodies(options.allow_pickle, me.lane_word)
+        self.bodies = Bodies(self.peer, options.allow_pickle, me.lane_word)
         self.outcomes = Outcomes(
             self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle
         )
+        self.wait = self.outcomes.wait
         self._help_future = self.outcomes.help_future
         self.handlers: dict[type, Handler] = {}
         self.lost_handlers: list[Callable[[int], None]] = []
@@ -205,16 +206,12 @@ class Agent:
         for waiting in self.calls.lost(peer.id, lambda other: other is ticket):
             self._lent.pop(waiting.call_id, None)
 
-    def wait(self, waiting: Waiting[Ticket]) -> Any:
-        """The value of a call's answer, or its error, on the thread that called."""
-        return self.outcomes.wait(waiting)
-
     def give_up(self, waiting: Waiting[Ticket]) -> None:
         """Nobody will wait for it."""
         self.outcomes.give_up(waiting)
 
     def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
-        return self.bodies.open(self.peer(link.peer_id), link, body, streamed)[0]
+        return self.bodies.open(link, body, streamed)[0]
 
     # --- what comes in ------------------------------------------------------------------------------------------
 

@@ -35,7 +35,8 @@ class _Borrowed(NamedTuple):
 class Bodies:
     """The outgoing interceptor is part of a peer's route; ``incoming`` and ``make_reference`` are set by the worker."""
 
-    def __init__(self, allow_pickle: bool, word: bytes) -> None:
+    def __init__(self, peer: Callable[[int], Peer], allow_pickle: bool, word: bytes) -> None:
+        self._peer = peer
         self.buffers = BufferPool()
         self.shelf = Shelf(word)
         self.incoming: Incoming | None = None
@@ -49,7 +50,7 @@ class Bodies:
 
         ``answered``: the caller holds what the parcel lends until the answer comes.
         """
-        if self._borrowed:
+        if self._borrowed.back:
             self.give_back()
         if value is None:
             extra = peer.route.outgoing(peer.id, []) if peer.route.outgoing is not None else None
@@ -61,7 +62,7 @@ class Bodies:
 
     def bundle(self, peer: Peer, link: Link, recorded: bool) -> values.Bundle:
         """As ``pack``, for a list of tensors that may grow until ``close``; ``recorded``: the interceptor sees them."""
-        if self._borrowed:
+        if self._borrowed.back:
             self.give_back()
         return values.Bundle(peer.route, self._shelve if link.lane_open else None, recorded)
 
@@ -79,26 +80,27 @@ class Bodies:
         if slab is not None and not message.kept:
             self.shelf.take_back(slab)
 
-    def open(self, peer: Peer, link: Link, body: Body, streamed: list[Any]) -> tuple[Any, Scope | None]:
+    def open(self, link: Link, body: Body, streamed: list[Any]) -> tuple[Any, Scope | None]:
         """The value of a body, and the scope in which the incoming interceptor wants it used."""
         scope = None
         rrefs = [self.make_reference(fork) for fork in body.rrefs] if body.rrefs else []
         buffers: Sequence[Any] = body.buffers
         for buffer in buffers:
             if type(buffer) is not bytearray:  # else all came inside the header, as most small ones do
-                buffers = codec.complete(body, streamed, self._borrow(peer, link, body))
+                buffers = codec.complete(body, streamed, self._borrow(link, body))
                 break
-        tensors = values.tensors_of(body, buffers)
+        tensors = values.tensors_of(body, buffers) if body.tensors else []
         if body.extra is not None and self.incoming is not None:
             scope = self.incoming(link.peer_id, body.extra, tensors)
         return values.unpack(body, buffers, rrefs, tensors, self._allow_pickle), scope
 
-    def _borrow(self, peer: Peer, link: Link, body: Body) -> list[Any]:
+    def _borrow(self, link: Link, body: Body) -> list[Any]:
         """The buffers that lie in the peer's slabs."""
         shared = [buffer for buffer in body.buffers if type(buffer) is InPeer]
         if not shared:
             return []
         self.give_back()
+        peer = self._peer(link.peer_id)
         window = self._windows.get(peer.id)
         if window is None:
             window = self._windows[peer.id] = Window(peer.record.pid, peer.record.lane_word)

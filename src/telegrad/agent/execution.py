@@ -74,7 +74,7 @@ def execute(
         args: tuple[Any, ...] = (None,)
         body = message.body
         if body.tree is not None or body.pickle >= 0 or body.extra is not None:
-            value, scope = agent.bodies.open(agent.peer(link.peer_id), link, body, frame.buffers)
+            value, scope = agent.bodies.open(link, body, frame.buffers)
             args = value or args
             if not function:
                 function, *args = args  # type: ignore[assignment]

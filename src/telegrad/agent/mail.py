@@ -57,7 +57,7 @@ class Mail:
     def bundle(self, to: int, recorded: bool) -> values.Bundle:
         """For tensors that go along with a note; ``recorded``: autograd follows them.  Raises WorkerLostError."""
         peer = self._peer(to)
-        return self._bodies.bundle(peer, self._link_to(peer), recorded)
+        return self._bodies.bundle(peer, peer.link or self._link_to(peer), recorded)
 
     def post(
         self,
@@ -77,9 +77,9 @@ class Mail:
         parcel = values.EMPTY_PARCEL
         try:
             if tensors is not None:
-                parcel = self._bodies.close(self._link_to(peer), tensors)
+                parcel = self._bodies.close(peer.link or self._link_to(peer), tensors)
             elif value is not None:
-                parcel = self._bodies.pack(peer, self._link_to(peer), value)
+                parcel = self._bodies.pack(peer, peer.link or self._link_to(peer), value)
         except WorkerLostError:
             return False
         now = time.monotonic()
@@ -96,7 +96,10 @@ class Mail:
         elif soon or when_idle:  # to dial may take long
             self._pool.submit((self._send, peer, (note, parcel)))
         else:
-            self._send(peer, (note, parcel))
+            if link is not None:
+                link.send(note, parcel.stream, more=True)
+            else:
+                self._send(peer, (note, parcel))
             self._clock.wake_before(now + self._first_pause)  # to repeat it, if need be
         return True
 
@@ -121,7 +124,7 @@ class Mail:
         def open_value() -> Any:
             nonlocal opened
             opened = True
-            return self._bodies.open(self._peer(link.peer_id), link, note.body, streamed)[0]
+            return self._bodies.open(link, note.body, streamed)[0]
 
         with self._lock:
             first = self._inbox.accept(link.peer_id, note)

@@ -98,10 +98,10 @@ class Outcomes:
             ticket.gate.acquire()  # somebody is settling it at this moment
 
     def _help(self, waiting: Waiting[Ticket]) -> None:
-        ticket = waiting.ticket
-        self._pool.hand_over()
-        if self._pool.runs_here():
-            with self._pool.blocked():
+        ticket, pool = waiting.ticket, self._pool
+        pool.hand_over()
+        if pool.runs_here():
+            with pool.blocked():
                 ticket.link.help_read(ticket.settled, waiting.deadline)
         else:
             ticket.link.help_read(ticket.settled, waiting.deadline)

@@ -65,6 +65,7 @@ class Pool:
         self.disarm = self._waking.disarm
         self.forget = self._waking.forget
         self._backlog = Backlog(limit)
+        self.waits = self._backlog.waits  # whether something is queued
         self.progress = self._backlog.progress  # a piece of long work is done: nobody need join in (rule 3)
         self._corked: dict[Outlet, None] = {}
         self._lock = threading.Lock()

@@ -58,18 +58,15 @@ class Waking(Generic[S]):
         self._sources[fd] = source
         self._epoll.register(fd, ARMED)
 
-    def arm(self, fd: int, source: S) -> None:
-        self._modify(fd, source, ARMED)
-
-    def disarm(self, fd: int, source: S) -> None:
-        self._modify(fd, source, 0)
-
-    def _modify(self, fd: int, source: S, events: int) -> None:
+    def arm(self, fd: int, source: S, events: int = ARMED) -> None:
         if self._sources.get(fd) is source:  # else it was closed, and the number may be another's now
             try:
                 self._epoll.modify(fd, events)
             except (OSError, ValueError):  # it is being closed
                 pass
+
+    def disarm(self, fd: int, source: S) -> None:
+        self.arm(fd, source, 0)
 
     def forget(self, fd: int, source: S) -> None:
         """Before the descriptor is closed; nothing happens when it is another's by now."""

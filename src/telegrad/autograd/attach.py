@@ -7,13 +7,14 @@ what the callee computes with its own parameters may need a gradient; a message 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from telegrad.autograd.context import Registry, Scope, Send, current_context, needing_gradient
+from telegrad.autograd.context import Registry, Scope, Send, current_context
 from telegrad.autograd.functions import Recv, receive, send_node
 from telegrad.errors import ProtocolError
 
@@ -35,42 +36,48 @@ class Attach:
         context.workers.add(to)
         if context.ended:
             return None
-        indices = needing_gradient(tensors)
-        if not indices:
-            return [context.id, NO_MESSAGE, []]
-        message_id = next(self._message_ids)
-        # Before it leaves: once it has come, another call may change these tensors in place.
-        parts = tuple([send_node(message_id, part, tensors[index]) for part, index in enumerate(indices)])
-        context.sends[message_id] = Send(message_id, to, parts)
+        message_id = NO_MESSAGE
+        indices: list[int] = []
+        parts: list[Node] = []
+        for index, tensor in enumerate(tensors):
+            if tensor.requires_grad:
+                if not indices:
+                    message_id = next(self._message_ids)
+                # Before it leaves: once it has come, another call may change these tensors in place.
+                parts.append(send_node(message_id, len(parts), tensor))
+                indices.append(index)
+        if parts:
+            context.sends[message_id] = Send(message_id, to, tuple(parts))
         return [context.id, message_id, indices]
 
     def incoming(self, sender: int, extra: Any, tensors: list[Tensor]) -> Scope | None:
         """Replaces the tensors that need a gradient by such with a history."""
         try:
             context_id, message_id, indices = extra
-            is_new = self._registry.find(context_id) is None
-            context = self._registry.join(context_id, sender)
+            context = self._registry.find(context_id)
             if context is None:
-                return None  # it has ended meanwhile
-            if is_new and (self._is_gone(sender) or self._is_gone(context.creator)):
-                self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
-                return None
+                context = self._registry.join(context_id, sender)
+                if context is None:
+                    return None  # it has ended meanwhile
+                if self._is_gone(sender) or self._is_gone(context.creator):
+                    self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
+                    return None
             if message_id != NO_MESSAGE:
                 recv = Recv(context_id, sender, message_id)
-                for part, index in enumerate(indices):
-                    tensors[index] = self._receive(recv, part, tensors[index])
+                if torch.is_grad_enabled():
+                    _receive_all(recv, tensors, indices)
+                else:
+                    with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
+                        _receive_all(recv, tensors, indices)
                 context.recvs += 1
         except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"a message speaks of its context in a way that makes no sense: {extra!r}") from error
         return Scope(context)
 
-    @staticmethod
-    def _receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            received = receive(recv, part, tensor)
-        else:
-            with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
-                received = receive(recv, part, tensor)
+
+def _receive_all(recv: Recv, tensors: list[Tensor], indices: Sequence[int]) -> None:
+    for part, index in enumerate(indices):
+        tensor = tensors[index]
+        received = tensors[index] = receive(recv, part, tensor)
         if type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter):
             received._is_param = True  # so that it still passes for one
-        return received

@@ -10,7 +10,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -21,7 +20,7 @@ _WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
 _REMEMBERED = 4096  # ended contexts whose late messages are recognised
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)  # frozen would cost three times as much to make
 class Send:
     """A message that went out with tensors that need a gradient."""
 
@@ -146,10 +145,7 @@ class Registry:
         return context
 
     def join(self, context_id: int, sender: int) -> Context | None:
-        """The context of a message that came; None if it has ended."""
-        known = self._known.get(context_id)
-        if known is not None:
-            return known
+        """The context of a message that came, known from now on; None if it has ended."""
         with self._lock:
             if context_id in self._ended or context_id >> _WORKER_SHIFT == self._worker:
                 return None
@@ -253,8 +249,3 @@ def leave(context_id: int) -> None:
     current = current_context()
     if current is not None and current.id == context_id:
         _current.set(None)
-
-
-def needing_gradient(tensors: Sequence[Tensor]) -> list[int]:
-    """Which tensors a graph must be recorded for."""
-    return [index for index, tensor in enumerate(tensors) if tensor.requires_grad] if torch.is_grad_enabled() else []

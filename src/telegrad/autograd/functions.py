@@ -87,6 +87,10 @@ class RecvRpc(torch.autograd.Function):
         return None, None, None, None
 
 
+# What the engine calls; torch's own would look the function above up first (1 us).
+_receive_class: Any = RecvRpc._backward_cls
+_receive_class.apply = RecvRpc.backward
+
 # What ``Function.apply`` comes to outside functorch's transforms, for a third less (2 us).
 _apply_send: Any = super(torch.autograd.Function, SendRpc).apply
 _apply_recv: Any = super(torch.autograd.Function, RecvRpc).apply

@@ -19,7 +19,6 @@ from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
 from telegrad.autograd.reducers import Reduction, any_known, reducing
 from telegrad.errors import UsageError
-from telegrad.ids import GlobalId
 from telegrad.wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
 
 Notes = list[tuple[int, NotePayload]]
@@ -224,7 +223,7 @@ class Pass:
     def is_complete(self, job: Job) -> bool:
         """Whether all that it needs has come."""
         gradients = self.gradients
-        for source in job.sources:
+        for source in job.sources:  # noqa: SIM110 (a generator costs as much as all of it)
             if source != ROOT and source not in gradients:
                 return False
         return True

@@ -259,7 +259,7 @@ class References:
         scope = None
         try:
             if message.body.extra is not None:
-                scope = self.agent.bodies.open(self.agent.peer(link.peer_id), link, message.body, [])[1]
+                scope = self.agent.bodies.open(link, message.body, [])[1]
             value = self.owned(GlobalId(*message.rref_id))
         except TelegradError as error:
             self.agent.answer_failure(link, message.call_id, error)

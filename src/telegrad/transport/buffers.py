@@ -41,10 +41,10 @@ class Loans(Generic[T]):
     def __init__(self) -> None:
         self._lent: dict[int, _Loan[T]] = {}
         # The callback of a weak reference may run anywhere, even inside this class: it only appends.
-        self._returned: deque[Any] = deque()
+        self.back: deque[Any] = deque()  # what came back, and ``returned`` has yet to tell of
 
     def add(self, memory: Memory, behind: T) -> None:
-        loan: _Loan[T] = _Loan(memory, self._returned.append)
+        loan: _Loan[T] = _Loan(memory, self.back.append)
         loan.behind = behind
         self._lent[id(loan)] = loan
 
@@ -52,7 +52,7 @@ class Loans(Generic[T]):
         """What came back since the last time."""
         while True:
             try:
-                loan = self._returned.popleft()
+                loan = self.back.popleft()
             except IndexError:
                 return
             known = self._lent.pop(id(loan), None)
@@ -63,10 +63,6 @@ class Loans(Generic[T]):
         """Forgets some of those that are still out: they will not come back."""
         chosen = [loan for loan in list(self._lent.values()) if which(loan.behind)]
         return [loan.behind for loan in chosen if self._lent.pop(id(loan), None) is not None]
-
-    def __bool__(self) -> bool:
-        """Whether something came back."""
-        return bool(self._returned)
 
     def __len__(self) -> int:
         return len(self._lent)

@@ -60,6 +60,10 @@ class TreeWriter:
         kind = type(value)
         if kind in _SCALARS:
             return value
+        if kind is Tensor:
+            return [_TENSOR, self.tensor(value)]
+        if kind is tuple:
+            return self.items(_TUPLE, value)
         writer = _WRITERS.get(kind)
         if writer is not None:
             return writer(self, value)
@@ -68,9 +72,15 @@ class TreeWriter:
         raise NotPlain
 
     def items(self, tag: int, values: Iterable[Any]) -> list[Any]:
-        write = self.write
         node: list[Any] = [tag]
-        node.extend([value if type(value) in _SCALARS else write(value) for value in values])
+        for value in values:
+            kind = type(value)
+            if kind in _SCALARS:
+                node.append(value)
+            elif kind is Tensor:
+                node.append([_TENSOR, self.tensor(value)])
+            else:
+                node.append(self.write(value))
         return node
 
     def mutable(self, tag: int, value: Any, values: Iterable[Any]) -> list[Any]:
@@ -82,12 +92,10 @@ class TreeWriter:
 
 
 _WRITERS: dict[type, Callable[[TreeWriter, Any], Any]] = {
-    tuple: lambda w, v: w.items(_TUPLE, v),
     list: lambda w, v: w.mutable(_LIST, v, v),
     dict: lambda w, v: w.mutable(_DICT, v, [part for item in v.items() for part in item]),
     set: lambda w, v: w.mutable(_SET, v, v),
     frozenset: lambda w, v: w.items(_FROZENSET, v),
-    Tensor: lambda w, v: [_TENSOR, w.tensor(v)],
     torch.nn.Parameter: lambda w, v: [_TENSOR, w.tensor(v)],
     complex: lambda w, v: [_COMPLEX, v.real, v.imag],
     torch.dtype: lambda w, v: [_DTYPE, DTYPE_CODES[v]],
@@ -117,8 +125,15 @@ class TreeReader:
         return reader(self, node)
 
     def items(self, node: list[Any]) -> list[Any]:
-        read = self.read
-        return [read(part) if type(part) is list else part for part in node[1:]]
+        values: list[Any] = []
+        for part in node[1:]:
+            if type(part) is not list:
+                values.append(part)
+            elif len(part) == 2 and part[0] == _TENSOR:
+                values.append(self.tensors[part[1]])
+            else:
+                values.append(self.read(part))
+        return values
 
 
 def _read_dict(reader: TreeReader, node: list[Any]) -> dict[Any, Any]:

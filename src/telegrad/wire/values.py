@@ -65,7 +65,8 @@ def pack(
         tree = writer.write(value)
         if len(encode_tree(tree)) > MAX_HEADER // 2:
             raise NotPlain  # the header has no room for it; a pickle goes beside the header
-        metas, extra = _pack_tensors(writer.tensors, packed, route)
+        metas = pack_tensors(writer.tensors, packed, route.device_for) if writer.tensors else ()
+        extra = route.outgoing(route.to, writer.tensors) if route.outgoing is not None else None
         pickle_index = -1
     except (NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
@@ -80,7 +81,8 @@ def pack(
         writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
         pickle_index = packed.add(data)
         pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
-        metas, extra = _pack_tensors(writer.tensors, packed, route)
+        metas = pack_tensors(writer.tensors, packed, route.device_for) if writer.tensors else ()
+        extra = route.outgoing(route.to, writer.tensors) if route.outgoing is not None else None
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
     rrefs: tuple[RRefFork, ...] = ()
     lent: Sequence[Reference] = ()
@@ -139,11 +141,6 @@ def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFo
             reference.__telegrad_unshare__(fork)
         raise
     return tuple(forks)
-
-
-def _pack_tensors(tensors: list[Tensor], packed: Packed, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
-    metas = pack_tensors(tensors, packed, route.device_for) if tensors else ()
-    return metas, route.outgoing(route.to, tensors) if route.outgoing is not None else None
 
 
 def unpack(
