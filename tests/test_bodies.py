@@ -47,9 +47,9 @@ class Pair:
     def __init__(self, lane_open: bool = True) -> None:
         self.out, self.back = FakeLink(1, lane_open), FakeLink(0)
         self.to = Peer(WorkerRecord(1, "receiver"), Route(1))
-        self.origin = Peer(WorkerRecord(0, "sender", pid=os.getpid(), lane_word=WORD), Route(0))
-        self.sender = Bodies(lambda _: self.to, True, WORD)
-        self.receiver = Bodies(lambda _: self.origin, True, bytes(32))
+        self.peers = {0: Peer(WorkerRecord(0, "sender", pid=os.getpid(), lane_word=WORD), Route(0)), 1: self.to}
+        self.sender = Bodies(self.peers.__getitem__, True, WORD)
+        self.receiver = Bodies(self.peers.__getitem__, True, bytes(32))
 
     def pack(self, value: Any) -> Parcel:
         return self.sender.pack(self.to, self.out, value)
@@ -459,7 +459,7 @@ def test_a_slab_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 def test_a_sender_that_is_gone(pair: Pair) -> None:
     parcel = pair.pack([tensor(1)])
-    pair.origin = Peer(WorkerRecord(0, "sender", pid=2**22 + 1, lane_word=WORD), Route(0))
+    pair.peers[0] = Peer(WorkerRecord(0, "sender", pid=2**22 + 1, lane_word=WORD), Route(0))
     with pytest.raises(WorkerLostError, match="worker 'sender' took 100,000 bytes away"):
         pair.open(parcel)
 
