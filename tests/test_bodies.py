@@ -235,9 +235,9 @@ def test_it_is_said_with_whatever_comes_next(pair: Pair, with_what: str) -> None
     other = pair.pack([tensor(2)])
     del held
     if with_what == "pack":
-        pair.receiver.pack(pair.origin, pair.back, [1])
+        pair.receiver.pack(pair.peers[0], pair.back, [1])
     elif with_what == "bundle":
-        pair.receiver.bundle(pair.origin, pair.back, recorded=True)
+        pair.receiver.bundle(pair.peers[0], pair.back, recorded=True)
     elif with_what == "open":
         pair.open(other)
     else:
