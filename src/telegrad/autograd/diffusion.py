@@ -39,7 +39,7 @@ class Diffusion:
 
     def received(self, sender: int, counted: bool = True) -> list[Answer]:
         if not counted:
-            self._count(self._owed, sender, -1)
+            _count(self._owed, sender, -1)
         elif not self._engaged:
             self._engaged, self._parent, self._from_parent = True, sender, 1
         elif sender == self._parent:
@@ -53,32 +53,22 @@ class Diffusion:
         if self._engaged and to == self._parent:
             self._sent_up += 1
             return False
-        self._count(self._unanswered, to, 1)
+        _count(self._unanswered, to, 1)
         return True
 
     def answered(self, by: int, messages: int, owed: int) -> None:
-        self._count(self._unanswered, by, -messages)
-        self._count(self._owed, by, owed)
-
-    @staticmethod
-    def _count(counts: dict[int, int], worker: int, by: int) -> None:
-        counts[worker] = counts.get(worker, 0) + by
-        if counts[worker] == 0:
-            del counts[worker]
-
-    @property
-    def quiet(self) -> bool:
-        """Whether this worker has nothing to do, and waits for no answer."""
-        return not (self.active or self._unanswered or self._owed)
+        _count(self._unanswered, by, -messages)
+        if owed:
+            _count(self._owed, by, owed)
 
     @property
     def over(self) -> bool:
         """At the root: whether it has ended everywhere."""
-        return self._root and self.quiet
+        return self._root and not (self.active or self._unanswered or self._owed)
 
     def settle(self) -> list[Answer]:
         """After any event: answers the parent, if it is time."""
-        if self._root or not self._engaged or not self.quiet:
+        if self._root or not self._engaged or self.active or self._unanswered or self._owed:
             return []
         assert self._parent is not None
         answer = Answer(self._parent, self._from_parent, self._sent_up)
@@ -96,3 +86,11 @@ class Diffusion:
         parts = [f"{self.active} active"] if self.active else []
         parts += [f"waits for {sorted(self.awaited)}"] if self.awaited else []
         return ", ".join(parts) or "quiet"
+
+
+def _count(counts: dict[int, int], worker: int, by: int) -> None:
+    count = counts.get(worker, 0) + by
+    if count:
+        counts[worker] = count
+    else:
+        counts.pop(worker, None)

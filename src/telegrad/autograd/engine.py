@@ -234,7 +234,8 @@ class Engine:
 
     @staticmethod
     def _hear(this: Pass, sender: int, finished: Finished) -> None:
-        this.local.heard(finished.reports)
+        if finished.reports:
+            this.local.heard(finished.reports)
         this.local.flow.answered(sender, finished.count, finished.owed)
 
     def _on_finished(self, sender: int, payload: Finished, _: Open) -> None:

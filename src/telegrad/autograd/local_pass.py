@@ -36,7 +36,7 @@ class State(enum.Enum):
     DONE = "done"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Job:
     """A unit and how far it is."""
 
@@ -88,18 +88,18 @@ class LocalPass:
 
     def came(self, sources: Collection[int]) -> list[Job]:
         """Gradients have come together; the jobs to run."""
-        try:
-            jobs = [self._by_source[source] for source in sources]
-        except KeyError as error:
-            raise LookupError(
-                f"a gradient came for message {error.args[0]}, which was never sent in this context"
-            ) from None
-        for source, job in zip(sources, jobs, strict=True):
+        jobs: dict[int, Job] = {}
+        for source in sources:
+            job = self._by_source.get(source)
+            if job is None:
+                raise LookupError(f"a gradient came for message {source}, which was never sent in this context")
+            jobs[source] = job
+        for source, job in jobs.items():
             if source not in self.arrived:
                 self.arrived.add(source)
                 job.missing -= 1
         ready = []
-        for source, job in zip(sources, jobs, strict=True):
+        for source, job in jobs.items():
             if job.state is State.BLOCKED:
                 if job.blocked_on == source:
                     job.state, job.blocked_on = State.RUNNING, None
@@ -155,6 +155,8 @@ class LocalPass:
     def report(self) -> tuple[Report, ...]:
         """What goes up with an answer: what is left to do, and where, as far as it is known here."""
         missing = len(self._by_source) - len(self.arrived) if self._fast else len(self._blocked)
+        if not missing and not self.reduces and not self.reports:
+            return ()
         mine = self.reports.get(self.worker) or Report(self.worker, 0, 0)
         if (missing, self.reduces) != (mine.missing, mine.reduces):
             self.reports[self.worker] = Report(self.worker, mine.version + 1, missing, self.reduces)

@@ -83,13 +83,12 @@ class Pass:
             sources.append((message_id, [(node, 0) for node in send.parts]))
         units, nodes = survey(sources)
         self.local.surveyed(units)
-        self._find_reductions()
+        if any_known():
+            self._find_reductions()
         if len(nodes) > DEEP:
             self.context.keep_graph([node for _, edges in sources for node, _ in edges if node is not None], nodes)
 
     def _find_reductions(self) -> None:
-        if not any_known():
-            return
         for job in self.local.jobs:
             for leaf in job.unit.leaves:
                 module = reducing(leaf.variable)  # type: ignore[attr-defined]
@@ -159,9 +158,10 @@ class Pass:
                 notes += [(worker, PlanKnown(self.id)) for worker in plan.curious]
                 jobs += local.plan_known(plan.live)
         local.reduces = bool(self.reductions) and any(self.reductions.values())
-        for to, count, owed in flow.settle():
-            notes.append((to, Finished(self.id, count, owed, local.report())))
-        if flow.over and not self.over:
+        if not self.is_root:
+            for to, count, owed in flow.settle():
+                notes.append((to, Finished(self.id, count, owed, local.report())))
+        elif flow.over and not self.over:
             local.report()
             self.over = True
             self.tell()

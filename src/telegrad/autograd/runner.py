@@ -240,7 +240,7 @@ class Runner:
                 raise self._lost(to) from None
         letter.add(recv.message_id, gradients)
         self._agent.pool.progress()
-        if at_once or not letter.may_grow or (alone and letter.counted):
+        if at_once or (alone and letter.counted) or not letter.may_grow:
             self._post_letter(this, to, turn.letters.pop(to))
 
 
