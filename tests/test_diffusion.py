@@ -95,7 +95,7 @@ class World:
             assert worker.settle() == [], f"worker {number} had an answer to give, and was not asked"
             assert all(worker.waits_for(other) for other in worker.awaited)
             if ended:
-                assert not worker.active and not worker.awaited, f"all has ended, but worker {number}: {worker!r}"
+                assert worker.quiet, f"all has ended, but worker {number}: {worker!r}"
                 assert not worker.awaited
 
     def step(self, event: int, one: int, other: int) -> None:

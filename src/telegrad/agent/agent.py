@@ -91,7 +91,7 @@ class Agent:
         self._dial = dial
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
-        self._names: dict[str, Peer] = {}
+        self.names: dict[str, Peer] = {}
         self._next_trim = 0.0
         self._last_tick = time.monotonic()
         self._clock = Clock(me.name, self._tick)
@@ -104,17 +104,17 @@ class Agent:
             peer = self._peers.get(record.worker_id)
             if peer is None:
                 peer = self._peers[record.worker_id] = Peer(record, route)
-                self._names[record.name] = peer
+                self.names[record.name] = peer
             return peer
 
     def peer(self, to: int | str) -> Peer:
         """The peer of that name or id."""
-        peer = self._names.get(to) if isinstance(to, str) else self._peers.get(to)
+        peer = self.names.get(to) if isinstance(to, str) else self._peers.get(to)
         if peer is None:
             record = self.find_record(to)
             if record is not None:
                 return self._peers[record.worker_id]
-            known = ", ".join(sorted(self._names))
+            known = ", ".join(sorted(self.names))
             raise UnknownWorkerError(f"no worker {to!r} in this job; it has {known}")
         return peer
 

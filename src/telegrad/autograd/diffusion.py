@@ -62,13 +62,18 @@ class Diffusion:
             _count(self._owed, by, owed)
 
     @property
+    def quiet(self) -> bool:
+        """Whether this worker has nothing to do, and waits for no answer."""
+        return not (self.active or self._unanswered or self._owed)
+
+    @property
     def over(self) -> bool:
         """At the root: whether it has ended everywhere."""
-        return self._root and not (self.active or self._unanswered or self._owed)
+        return self._root and self.quiet
 
     def settle(self) -> list[Answer]:
         """After any event: answers the parent, if it is time."""
-        if self._root or not self._engaged or self.active or self._unanswered or self._owed:
+        if self._root or not self._engaged or not self.quiet:
             return []
         assert self._parent is not None
         answer = Answer(self._parent, self._from_parent, self._sent_up)

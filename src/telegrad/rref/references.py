@@ -108,7 +108,7 @@ class References:
         self._make_handle = make_handle
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, Owned] = {}
-        self._dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        self.dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
         self._given_up: set[GlobalId] = set()
         self._lost: set[int] = set()
         agent.handlers[RemoteCall] = self._run_remote
@@ -183,19 +183,19 @@ class References:
             if instructions and not self.agent.closing:
                 self.agent.pool.submit((lambda orders, _: self._carry_out(orders), instructions, None))
             return
-        self._dropped.append((rref_id, fork_id))
+        self.dropped.append((rref_id, fork_id))
 
     def _now_and_then(self) -> float:
         """To wake a thread for each handle that goes would cost more than all the rest: a call takes it up, or this."""
-        if self._dropped:
+        if self.dropped:
             self.agent.pool.submit((lambda *_: self.let_go(), None, None))
-        return _DROP_SECONDS if self.ledger.holds_any() or self._dropped else math.inf
+        return _DROP_SECONDS if self.ledger.holds_any() or self.dropped else math.inf
 
     def let_go(self) -> None:
         """Takes up what was dropped."""
-        while self._dropped:
+        while self.dropped:
             try:
-                rref_id, fork_id = self._dropped.popleft()
+                rref_id, fork_id = self.dropped.popleft()
             except IndexError:
                 return  # another thread was faster
             if fork_id is None:
@@ -319,7 +319,7 @@ class References:
     @property
     def empty(self) -> bool:
         with self._lock:
-            return self.ledger.empty and not self._owned and not self._dropped
+            return self.ledger.empty and not self._owned and not self.dropped
 
     def wait_empty(self, timeout: float) -> bool:
         """For tests of leaks: whether all references are gone, given some time."""
