@@ -89,7 +89,8 @@ class Bodies:
             if type(buffer) is not bytearray:  # else all came inside the header, as most small ones do
                 buffers = codec.complete(body, streamed, self._borrow(link, body))
                 break
-        tensors = values.tensors_of(body, buffers) if body.tensors else []
+        recorded = body.extra is not None and self.incoming is not None
+        tensors = values.tensors_of(body, buffers, recorded) if body.tensors else []
         if body.extra is not None and self.incoming is not None:
             scope = self.incoming(link.peer_id, body.extra, tensors)
         return values.unpack(body, buffers, rrefs, tensors, self._allow_pickle), scope

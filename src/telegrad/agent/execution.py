@@ -15,7 +15,7 @@ from telegrad.agent.link import Link
 from telegrad.errors import UsageError
 from telegrad.wire.callables import resolve
 from telegrad.wire.frames import Frame
-from telegrad.wire.messages import Call, RemoteCall
+from telegrad.wire.messages import Call
 
 #: The mark that ``functions.async_execution`` leaves; torch's own decorator leaves the same.
 ASYNC_MARK = "_wrapped_async_rpc_function"
@@ -47,7 +47,7 @@ def checked_future(function: Any, result: Any) -> Any:
 def run_call(agent: Agent, link: Link, frame: Frame) -> None:
     """The handler of :class:`Call`."""
     message = frame.message
-    assert isinstance(message, Call)
+    assert type(message) is Call
     call_id = message.call_id
     execute(
         agent,
@@ -66,8 +66,7 @@ def execute(
     fail: Callable[[BaseException], None],
 ) -> None:
     """Runs the function of a message; exactly one of the two callbacks gets the outcome, now or later."""
-    message = frame.message
-    assert isinstance(message, Call | RemoteCall)
+    message: Any = frame.message  # a Call or a RemoteCall
     scope: AbstractContextManager[None] | None = None
     try:
         function: Any = message.function

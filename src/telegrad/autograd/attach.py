@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad.autograd.context import Registry, Scope, Send, current_context
+from telegrad.autograd.context import Context, Registry, Scope, Send, current_context
 from telegrad.autograd.functions import Recv, receive, send_node
 from telegrad.errors import ProtocolError
 
@@ -51,17 +51,15 @@ class Attach:
         return [context.id, message_id, indices]
 
     def incoming(self, sender: int, extra: Any, tensors: list[Tensor]) -> Scope | None:
-        """Replaces the tensors that need a gradient by such with a history."""
+        """Replaces the tensors that need a gradient by such with a history; in a context that has ended, by leaves."""
         try:
             context_id, message_id, indices = extra
-            context = self._registry.find(context_id)
+            context = self._registry.find(context_id) or self._join(context_id, sender)
             if context is None:
-                context = self._registry.join(context_id, sender)
-                if context is None:
-                    return None  # it has ended meanwhile
-                if self._is_gone(sender) or self._is_gone(context.creator):
-                    self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
-                    return None
+                if torch.is_grad_enabled():
+                    for index in indices:
+                        tensors[index].requires_grad_()
+                return None
             if message_id != NO_MESSAGE:
                 recv = Recv(context_id, sender, message_id)
                 if torch.is_grad_enabled():
@@ -70,9 +68,17 @@ class Attach:
                     with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
                         _receive_all(recv, tensors, indices)
                 context.recvs += 1
-        except (TypeError, ValueError, IndexError) as error:
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ProtocolError(f"a message speaks of its context in a way that makes no sense: {extra!r}") from error
         return Scope(context)
+
+    def _join(self, context_id: int, sender: int) -> Context | None:
+        """A context that came here for the first time; None if it has ended meanwhile."""
+        context = self._registry.join(context_id, sender)
+        if context is not None and (self._is_gone(sender) or self._is_gone(context.creator)):
+            self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
+            return None
+        return context
 
 
 def _receive_all(recv: Recv, tensors: list[Tensor], indices: Sequence[int]) -> None:

@@ -116,5 +116,5 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
 def receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
     """Records that a tensor was received."""
     # ``data`` and not ``detach``, for that would be a view, which could not be changed in place together with others.
-    received: Tensor = _apply_recv(ANCHOR, recv, part, tensor.data)
+    received: Tensor = _apply_recv(ANCHOR, recv, part, tensor.data if tensor.requires_grad else tensor)
     return received

@@ -237,22 +237,25 @@ def _pack_shared(tensor: Tensor, region: Region, packed: Packed) -> TensorMeta:
 # --- unpacking ----------------------------------------------------------------------------------------------------
 
 
-def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any]) -> list[Tensor]:
-    """Rebuilds the tensors over the received memory, without copying it."""
+def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any], recorded: bool = False) -> list[Tensor]:
+    """Rebuilds the tensors over the received memory, without copying it.
+
+    ``recorded``: plain ones that require a gradient are left without, for whoever gives them a history.
+    """
     storages: dict[int, Tensor] = {}
     if len(metas) == 1:
-        return [_unpack_one(metas[0], buffers, storages)]
-    return [_unpack_one(meta, buffers, storages) for meta in metas]
+        return [_unpack_one(metas[0], buffers, storages, recorded)]
+    return [_unpack_one(meta, buffers, storages, recorded) for meta in metas]
 
 
-def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor]) -> Tensor:
+def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor], recorded: bool) -> Tensor:
     if meta.flags <= _REQUIRES_GRAD and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
         # The hot path, as in _pack_one.
         numpy_dtype = NUMPY_DTYPES[meta.dtype] if 0 <= meta.dtype < len(NUMPY_DTYPES) else None
         buffer = buffers[meta.buffer]
         if numpy_dtype is not None and len(buffer):
             tensor = torch.from_numpy(np.ndarray(meta.shape, numpy_dtype, buffer))
-            return tensor.requires_grad_() if meta.flags and torch.is_grad_enabled() else tensor
+            return tensor.requires_grad_() if meta.flags and not recorded and torch.is_grad_enabled() else tensor
     dtype = DTYPES[meta.dtype] if 0 <= meta.dtype < len(DTYPES) else None
     if dtype is None:
         raise SerializationError(f"this torch ({torch.__version__}) has no dtype for code {meta.dtype}")

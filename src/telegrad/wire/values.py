@@ -166,9 +166,10 @@ def unpack(
     return load(data, out_of_band, tensors, rrefs)
 
 
-def tensors_of(body: Body, buffers: Sequence[Any]) -> list[Tensor]:
+def tensors_of(body: Body, buffers: Sequence[Any], recorded: bool = False) -> list[Tensor]:
+    """``recorded``: as in ``tensors.unpack``."""
     try:
-        return unpack_tensors(body.tensors, buffers) if body.tensors else []
+        return unpack_tensors(body.tensors, buffers, recorded) if body.tensors else []
     except SerializationError:
         raise
     except Exception as error:  # torch raises whatever it likes, an AssertionError for a device that is not there
