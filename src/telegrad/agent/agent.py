@@ -240,19 +240,19 @@ class Agent:
             elif kind is Call or kind is RemoteCall:
                 link.brings_calls = True
                 work.append(UserCall((self.handlers[kind], link, frame)))
-            elif kind is Note and type(message.payload) in self.mail.light:  # type: ignore[union-attr]
-                self._handle(link, frame)
+            elif kind is Note:
+                if type(message.payload) in self.mail.light:  # type: ignore[union-attr]
+                    self.mail.take(link, frame)
+                else:
+                    work.append((self.mail.take, link, frame))
             elif kind is not Pong:
                 work.append((self._handle, link, frame))
         return work
 
     def _handle(self, link: Link, frame: Frame) -> None:
-        message = frame.message
-        kind = type(message)
+        kind = type(frame.message)
         if kind is Ping:
             link.send(Pong())
-        elif kind is Note:
-            self.mail.take(link, message, frame.buffers)  # type: ignore[arg-type]
         else:
             self.handlers[kind](link, frame)
 

@@ -93,6 +93,8 @@ class Bodies:
         tensors = values.tensors_of(body, buffers, recorded) if body.tensors else []
         if body.extra is not None and self.incoming is not None:
             scope = self.incoming(link.peer_id, body.extra, tensors)
+        if body.tree is None and body.pickle < 0:  # a bundle, or nothing
+            return tensors or None, scope
         return values.unpack(body, buffers, rrefs, tensors, self._allow_pickle), scope
 
     def _borrow(self, link: Link, body: Body) -> list[Any]:

@@ -17,6 +17,7 @@ from telegrad.agent.peers import Peer, PeerState
 from telegrad.agent.pool import Pool
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.wire import values
+from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Note, NoteAck, NotePayload
 
 log = logging.getLogger("telegrad.agent")
@@ -117,8 +118,10 @@ class Mail:
 
     # --- what comes in ------------------------------------------------------------------------------------------
 
-    def take(self, link: Link, note: Note, streamed: list[Any]) -> None:
+    def take(self, link: Link, frame: Frame) -> None:
         """A note came, perhaps not for the first time."""
+        note: Any = frame.message
+        streamed = frame.buffers
         opened = False
 
         def open_value() -> Any:
@@ -128,7 +131,8 @@ class Mail:
 
         with self._lock:
             first = self._inbox.accept(link.peer_id, note)
-            self._outbox.acknowledged(link.peer_id, note.acks)
+            if note.acks:
+                self._outbox.acknowledged(link.peer_id, note.acks)
         if streamed:
             self._acknowledge(link, None)  # its sender holds much memory until then
         elif self.acks_due == math.inf:

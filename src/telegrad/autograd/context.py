@@ -108,9 +108,9 @@ def add_up(one: Tensor, other: Tensor) -> Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-_current: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
+context_variable: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
 
-current_context: Callable[[], Context | None] = _current.get
+current_context: Callable[[], Context | None] = context_variable.get
 
 
 class Scope:
@@ -122,10 +122,10 @@ class Scope:
         self._context = context
 
     def __enter__(self) -> None:
-        self._token = _current.set(self._context)
+        self._token = context_variable.set(self._context)
 
     def __exit__(self, *_: object) -> None:
-        _current.reset(self._token)
+        context_variable.reset(self._token)
 
 
 class Registry:
@@ -231,7 +231,7 @@ class Entered:
         return self._context.id
 
     def __exit__(self, *_: object) -> None:
-        _current.set(None)
+        context_variable.set(None)
         self._leave(self._context)
 
 
@@ -240,7 +240,7 @@ def enter(registry: Registry) -> Context:
     if (outer := current_context()) is not None:
         raise UsageError(f"this thread is already in context {outer.id}: contexts do not nest")
     context = registry.new()
-    _current.set(context)
+    context_variable.set(context)
     return context
 
 
@@ -248,4 +248,4 @@ def leave(context_id: int) -> None:
     """That context is current no more, if it was."""
     current = current_context()
     if current is not None and current.id == context_id:
-        _current.set(None)
+        context_variable.set(None)

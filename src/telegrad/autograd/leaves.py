@@ -31,8 +31,6 @@ class Leaves:
         gradients: Sequence[Tensor | None],
     ) -> None:
         """Adds what leaves got.  Each gradient gets memory of its own, so that a user may change it in place."""
-        if not leaves:
-            return
         differentiable = this.head.create_graph
         own: list[tuple[Node, Any, Tensor]] = []
         for index, leaf in enumerate(leaves):

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Recv, SendRpc
-from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
+from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, new_edge, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
 from telegrad.autograd.reducers import Reduction, any_known, reducing
@@ -42,7 +42,7 @@ class Pass:
         self.context = context
         self._name_of = name_of
         self.roots = roots
-        self.root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots]
+        self.root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots] if roots else []
         self.root_gradients = root_gradients
         self.lock = threading.Lock()
         self._changed: threading.Condition | None = None  # made by the first that waits
@@ -250,12 +250,12 @@ class Pass:
                     gradient = self.gradients[source].get(part) if complete else None
                     if gradient is None:
                         gates.append(nodes[part])
-                        edges.append(GradientEdge(nodes[part], 0))
+                        edges.append(new_edge((nodes[part], 0, None)))
                         gradients.append(_NOTHING)
                     else:
                         node, output = nodes[part].next_functions[0]
                         assert node is not None
-                        edges.append(GradientEdge(node, output))
+                        edges.append(new_edge((node, output, None)))
                         gradients.append(gradient)
             if not complete:
                 _put_gates_last(job.unit, gates)

@@ -14,9 +14,9 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import copy_of
-from telegrad.autograd.context import Scope
+from telegrad.autograd.context import context_variable
 from telegrad.autograd.functions import ANCHOR, Recv, here
-from telegrad.autograd.graph import is_leaf_alone
+from telegrad.autograd.graph import is_leaf_alone, new_edge
 from telegrad.autograd.inquiry import nothing_came, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import Job
@@ -111,7 +111,8 @@ class Runner:
         if not turn.notes and not turn.letters:
             return
         notes, letters = turn.take_mail()
-        self._post(turn.this, notes)
+        if notes:
+            self._post(turn.this, notes)
         for to, letter in letters.items():
             self._post_letter(turn.this, to, letter)
 
@@ -159,7 +160,9 @@ class Runner:
         if len(jobs) > 1:
             leaves = list(dict.fromkeys(leaf for job in jobs for leaf in job.unit.leaves))
             reached = {recv: parts for job in jobs for recv, parts in this.reached(job).items()}
-        wanted = [GradientEdge(leaf, 0) for leaf in leaves]
+        wanted: list[Any] = []
+        for leaf in leaves:
+            wanted.append(new_edge((leaf, 0, None)))
         if reached:
             wanted.append(_ANCHOR_EDGE)
         if not wanted:
@@ -168,20 +171,22 @@ class Runner:
         # A hook may wait for another worker, and that one for what this turn has yet to send.
         pool = self._agent.pool
         outer_wait = pool.before_waiting(partial(self._share, turn))
+        entered = context_variable.set(this.context)
         try:
-            with Scope(this.context):
-                results: Sequence[Tensor | None] = run_backward(
-                    tuple(edges),
-                    tuple(gradients),
-                    this.head.retain_graph,
-                    this.head.create_graph,
-                    tuple(wanted),
-                    True,  # allow unused
-                )
-                gradients.clear()
-                this.forget_gradients(jobs)
+            results: Sequence[Tensor | None] = run_backward(
+                tuple(edges),
+                tuple(gradients),
+                this.head.retain_graph,
+                this.head.create_graph,
+                tuple(wanted),
+                True,  # allow unused
+            )
+            gradients.clear()
+            this.forget_gradients(jobs)
+            if leaves:
                 self._leaves.add(this, leaves, results)
         finally:
+            context_variable.reset(entered)
             here.run = outer
             pool.before_waiting(outer_wait)
 
