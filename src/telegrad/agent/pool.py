@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from telegrad.agent.backlog import PATIENCE, Backlog, UserCall, Watch, Work
@@ -62,7 +63,7 @@ class Pool:
         # For who has a connection:
         self.watch = self._waking.watch
         self.arm = self._waking.arm
-        self.disarm = self._waking.disarm
+        self.disarm: Callable[[int, Source], None] = partial(self._waking.arm, events=0)
         self.forget = self._waking.forget
         self._backlog = Backlog(limit)
         self.waits = self._backlog.waits  # whether something is queued

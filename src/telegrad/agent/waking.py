@@ -65,9 +65,6 @@ class Waking(Generic[S]):
             except (OSError, ValueError):  # it is being closed
                 pass
 
-    def disarm(self, fd: int, source: S) -> None:
-        self.arm(fd, source, 0)
-
     def forget(self, fd: int, source: S) -> None:
         """Before the descriptor is closed; nothing happens when it is another's by now."""
         if self._sources.get(fd) is source:

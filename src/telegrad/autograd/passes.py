@@ -246,8 +246,9 @@ class Pass:
                     gradients += self.root_gradients
                     continue
                 nodes = self.context.sends[source].parts
-                for part in self.live_parts(job, source):
-                    gradient = self.gradients[source].get(part) if complete else None
+                came: dict[int, Tensor | None] = self.gradients[source] if complete else {}
+                for part in came if len(came) == len(nodes) == 1 else self.live_parts(job, source):
+                    gradient = came.get(part)
                     if gradient is None:
                         gates.append(nodes[part])
                         edges.append(new_edge((nodes[part], 0, None)))

@@ -230,7 +230,7 @@ class Runner:
 
         ``alone``: nothing else can go along with it but an answer, which a letter that is counted waits for in vain.
         """
-        this, to = turn.this, recv.sender
+        this, to, agent = turn.this, recv.sender, self._agent
         letter = turn.letters.get(to)
         if letter is None:
             with this.lock:
@@ -239,12 +239,11 @@ class Runner:
                 counted = this.local.flow.sent(to)
                 this.told.add(to)
             try:
-                bundle = self._agent.mail.bundle(to, recorded=this.head.create_graph)
-                letter = turn.letters[to] = Letter(counted, bundle)
+                letter = turn.letters[to] = Letter(counted, agent.mail.bundle(to, this.head.create_graph))
             except WorkerLostError:
                 raise self._lost(to) from None
         letter.add(recv.message_id, gradients)
-        self._agent.pool.progress()
+        agent.pool.progress()
         if at_once or (alone and letter.counted) or not letter.may_grow:
             self._post_letter(this, to, turn.letters.pop(to))
 
