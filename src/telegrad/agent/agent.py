@@ -183,7 +183,7 @@ class Agent:
         parcel = self.bodies.pack(peer, link, value, answered=True)
         ticket = Ticket(link, future, notice)
         try:
-            waiting = self.calls.start(peer.id, what, time.monotonic(), timeout, ticket)
+            waiting = self.calls.start(link.peer_id, what, time.monotonic(), timeout, ticket)
             self.started_calls += 1
             if parcel.lent:
                 self._lent[waiting.call_id] = link, parcel.lent

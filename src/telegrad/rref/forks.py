@@ -6,7 +6,13 @@ import enum
 from typing import Final
 
 
-class ForkState(enum.Enum):
+class _Named(enum.Enum):
+    """Hashed in C, as any object: an Enum's own hash is a function in Python, called several times in each step."""
+
+    __hash__ = object.__hash__
+
+
+class ForkState(_Named):
     """What a user knows of one of its forks."""
 
     PENDING = enum.auto()  # the owner has not answered yet
@@ -18,7 +24,7 @@ class ForkState(enum.Enum):
     GONE = enum.auto()  # forgotten; never stored
 
 
-class ForkEvent(enum.Enum):
+class ForkEvent(_Named):
     """What can happen to it."""
 
     SHARE = enum.auto()

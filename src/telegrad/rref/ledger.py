@@ -192,7 +192,8 @@ class Ledger:
         if fork is None or fork.owner != to:
             return self.share(rref_id, fork_id, to, type_name)
         self._check_alive(to, "share")
-        self._step(fork_id, _E.SHARE)
+        if fork.state is not _S.CONFIRMED:  # which it would stay
+            self._step(fork_id, _E.SHARE)
         fork.shared = True
         return RRefFork(rref_id, fork_id, to, self._me, type_name, lent=True)
 

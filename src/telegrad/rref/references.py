@@ -153,10 +153,11 @@ class References:
 
     def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int, answered: bool) -> RRefFork:
         """For a message to ``to``; if that is to be ``answered``, the owner needs no fork of its own."""
+        receiver: Any = to  # a WorkerId; to say so at run time would be one more call
         with self._lock:
             if answered and fork_id is not None:
-                return self.ledger.lend_or_share(rref_id, fork_id, WorkerId(to))
-            return self.ledger.share(rref_id, fork_id, WorkerId(to))
+                return self.ledger.lend_or_share(rref_id, fork_id, receiver)
+            return self.ledger.share(rref_id, fork_id, receiver)
 
     def unshare(self, fork: RRefFork) -> None:
         self._obey(partial(self.ledger.unshare, fork))

@@ -127,10 +127,12 @@ class RRef(Generic[T]):
     # --- on its way -------------------------------------------------------------------------------------------
 
     def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
-        self._check_job()
-        if self._fork_id is not None:
+        references = self._references
+        if references.worker.closed:
+            self._check_job()
+        if references.broken and self._fork_id is not None:
             self._check_broken()
-        return self._references.share(self._rref_id, self._fork_id, to, answered)
+        return references.share(self._rref_id, self._fork_id, to, answered)
 
     def __telegrad_unshare__(self, fork: RRefFork) -> None:
         self._references.unshare(fork)
@@ -178,7 +180,7 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[
 
 
 def receive_handle(references: References, fork: RRefFork, fork_id: GlobalId | None) -> RRef[Any]:
-    return handle(references, GlobalId(*fork.rref_id), fork_id, fork.owner)
+    return handle(references, fork.rref_id, fork_id, fork.owner)
 
 
 def handle(references: References, rref_id: GlobalId, fork_id: GlobalId | None, owner: int) -> RRef[Any]:
