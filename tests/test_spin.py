@@ -29,7 +29,7 @@ class Place:
         self.moves: list[float] = []  # when it stepped aside
         self.away_after_move = away
         self.spin = Spin(moves=True)
-        monkeypatch.setattr(spin, "_single_core", False)
+        monkeypatch.setattr(spin, "CORES", 2)
         monkeypatch.setattr(spin, "_clock", lambda: self.now)
         monkeypatch.setattr(spin, "_switches", lambda: self.switches)
         monkeypatch.setattr(spin.os, "sched_yield", self._yield)
@@ -300,7 +300,7 @@ def test_on_this_machine_a_switch_is_counted() -> None:
 
 
 def test_on_a_single_core_it_never_searches(quiet: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spin, "_single_core", True)
+    monkeypatch.setattr(spin, "CORES", 1)
     assert not any(searches(quiet, 5))
 
 

@@ -51,8 +51,11 @@ class Link(Protocol):
     def flush(self) -> None:
         """Sends what waits."""
 
-    def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
-        """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to)."""
+    def help_read(self, done: Callable[[], bool], deadline: float, look: bool = True) -> bool:
+        """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to).
+
+        ``look``: it may look for what it waits for a while before it sleeps.
+        """
 
     def begin_attending(self) -> bool:
         """From now on only the calling thread reads, with ``take``; False if another does."""
@@ -191,7 +194,7 @@ class StreamLink:
 
     def linger(self) -> Sequence[Work] | None:
         """Looks for the next request of a caller that just got its answer, without waking another thread for it."""
-        if not self.brings_calls or self._closed or not self._reading.acquire(blocking=False):
+        if not self.brings_calls or self._closed or self._spin.rests() or not self._reading.acquire(blocking=False):
             return None
         try:
             self._pool.disarm(self._fd, self)
@@ -200,7 +203,7 @@ class StreamLink:
             self._reading.release()
             self._pool.arm(self._fd, self)
 
-    def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
+    def help_read(self, done: Callable[[], bool], deadline: float, look: bool = True) -> bool:
         if self._reads_here() or self._sends_here():
             self._help_within(done, deadline)
             return True
@@ -209,7 +212,7 @@ class StreamLink:
                 return False
             alone = self._pool.runs_here() or not self._visitors_changed()
             self._pool.disarm(self._fd, self)
-            self._read_until(done, deadline, self._poll, alone)
+            self._read_until(done, deadline, self._poll, look and alone)
             self._reading.release()
             self._pool.arm(self._fd, self)
             return True

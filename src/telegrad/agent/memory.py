@@ -70,7 +70,7 @@ class MemoryLink:
         if work:
             self._pool.submit_all(work)
 
-    def help_read(self, done: Callable[[], bool], deadline: float) -> bool:
+    def help_read(self, done: Callable[[], bool], deadline: float, look: bool = True) -> bool:
         return False
 
     def begin_attending(self) -> bool:

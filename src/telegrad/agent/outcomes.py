@@ -16,6 +16,7 @@ from telegrad.agent.failures import copy_of, rebuild
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
 from telegrad.agent.pool import Pool
+from telegrad.agent.spin import CORES
 from telegrad.errors import RpcTimeoutError, TelegradError
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Body, Failure, Reply
@@ -100,11 +101,13 @@ class Outcomes:
     def _help(self, waiting: Waiting[Ticket]) -> None:
         ticket, pool = waiting.ticket, self._pool
         pool.hand_over()
+        # Where others work for us on every core, one of them may wait for this one.
+        look = not self._calls.is_for_many(CORES)
         if pool.runs_here():
             with pool.blocked():
-                ticket.link.help_read(ticket.settled, waiting.deadline)
+                ticket.link.help_read(ticket.settled, waiting.deadline, look)
         else:
-            ticket.link.help_read(ticket.settled, waiting.deadline)
+            ticket.link.help_read(ticket.settled, waiting.deadline, look)
 
     def help_future(self, waiting: Waiting[Ticket], wait: Callable[[], Any]) -> Any:
         """As ``_help``, then waits for the future in a way that the pool can see.

@@ -38,7 +38,7 @@ _LONGEST_STAY = 0.005
 
 _getcpu = ctypes.CDLL(None).sched_getcpu
 _clock = time.perf_counter
-_single_core = (os.cpu_count() or 1) < 2
+CORES = len(os.sched_getaffinity(0))
 
 
 def step_aside() -> None:
@@ -73,13 +73,20 @@ class Spin:
         self._stay = _STAY
         self._stay_until = 0.0  # before that, sharing a core means to sleep
 
+    def rests(self) -> bool:
+        """Whether the next search would end at its first look; such a one counts as done by that question."""
+        if self._skip:
+            self._skip -= 1
+            return True
+        return CORES < 2 or self._running() > 0
+
     def look(self, look: Callable[[], T], budget: float = _BUDGET, mine: int = 0) -> T:
         """Calls ``look`` until it returns something true, or it is time to sleep.
 
         ``mine``: how many of those that have something to do are the calling thread.
         """
         found = look()
-        if found or _single_core or self._running() > mine:
+        if found or CORES < 2 or self._running() > mine:
             return found
         if self._skip:
             self._skip -= 1
