@@ -89,3 +89,21 @@ def test_the_repr_says_what_is_waited_for() -> None:
     assert repr(calls) == "<Calls 0 waiting>"
     calls.start(3, "module:f", 0.0, 1.0, None)
     assert repr(calls) == "<Calls 1 waiting: module:f of 3>"
+
+
+def test_whether_many_workers_have_yet_to_answer() -> None:
+    calls: Calls[None] = Calls()
+    started = [calls.start(worker, "f", 0.0, 1.0, None) for worker in (3, 3, 4, 5)]
+    assert calls.are_for_many(3)
+    assert not calls.are_for_many(4)
+    calls.finish(started[-1].call_id)
+    assert calls.are_for_many(2)
+    assert not calls.are_for_many(3), "two of the three that are left are for one worker"
+
+
+def test_of_thousands_of_calls_the_oldest_tell_whom_they_are_for() -> None:
+    calls: Calls[None] = Calls()
+    for _ in range(1000):
+        calls.start(3, "f", 0.0, 1.0, None)
+    calls.start(4, "f", 0.0, 1.0, None)
+    assert not calls.are_for_many(2)

@@ -304,6 +304,22 @@ def test_on_a_single_core_it_never_searches(quiet: Place, monkeypatch: pytest.Mo
     assert not any(searches(quiet, 5))
 
 
+def test_a_search_that_is_skipped_needs_no_preparation(quiet: Place) -> None:
+    assert not quiet.spin.rests()
+    while not quiet.spin._skip:
+        quiet.look(after=10**9)
+    skipped = quiet.spin._skip
+    assert [quiet.spin.rests() for _ in range(skipped + 1)] == [True] * skipped + [False]
+
+
+def test_it_rests_while_others_of_its_process_have_something_to_do(quiet: Place) -> None:
+    others = 1
+    place = Spin(moves=True, running=lambda: others)
+    assert place.rests()
+    others = 0
+    assert not place.rests()
+
+
 def test_what_is_found_is_returned() -> None:
     glance: Callable[[], list[int]] = lambda: [7]  # noqa: E731
     assert Spin(moves=True).look(glance) == [7]

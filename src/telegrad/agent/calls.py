@@ -55,9 +55,12 @@ class Calls(Generic[T]):
     def _take(self, calls: list[Waiting[T]]) -> list[Waiting[T]]:
         return [call for call in calls if self._waiting.pop(call.call_id, None) is not None]
 
-    def is_for_many(self, many: int) -> bool:
-        """Whether at least so many workers have yet to answer something."""
-        return len(self._waiting) >= many and len({call.to for call in list(self._waiting.values())}) >= many
+    def are_for_many(self, many: int) -> bool:
+        """Whether at least so many workers have yet to answer one of the oldest calls."""
+        if len(self._waiting) < many:
+            return False
+        oldest = list(itertools.islice(self._waiting.values(), 4 * many))  # of thousands it need not see all
+        return len({call.to for call in oldest}) >= many
 
     def next_deadline(self) -> float:
         return min((call.deadline for call in list(self._waiting.values())), default=math.inf)

@@ -102,7 +102,7 @@ class Outcomes:
         ticket, pool = waiting.ticket, self._pool
         pool.hand_over()
         # Where others work for us on every core, one of them may wait for this one.
-        look = not self._calls.is_for_many(CORES)
+        look = not self._calls.are_for_many(CORES)
         if pool.runs_here():
             with pool.blocked():
                 ticket.link.help_read(ticket.settled, waiting.deadline, look)
