@@ -136,7 +136,7 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
     # The hot path: numpy() refuses whatever is not plain memory, in one call instead of ten questions, each of which
     # costs 2 us when torch's code is not in the core's caches, as between two calls.
     try:
-        array = (tensor.detach() if flags else tensor).numpy()
+        array = (tensor.data if flags else tensor).numpy()
     except (TypeError, RuntimeError):
         pass
     else:
