@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 from collections import Counter
 
@@ -93,17 +94,56 @@ def test_the_repr_says_what_is_waited_for() -> None:
 
 def test_whether_many_workers_have_yet_to_answer() -> None:
     calls: Calls[None] = Calls()
-    started = [calls.start(worker, "f", 0.0, 1.0, None) for worker in (3, 3, 4, 5)]
-    assert calls.are_for_many(3)
-    assert not calls.are_for_many(4)
+    started = [calls.start(worker, "f", 5.0, 1.0, None) for worker in (3, 3, 4, 5)]
+    assert calls.are_for_many(3, since=4.9)
+    assert not calls.are_for_many(4, since=4.9)
     calls.finish(started[-1].call_id)
-    assert calls.are_for_many(2)
-    assert not calls.are_for_many(3), "two of the three that are left are for one worker"
+    assert calls.are_for_many(2, since=4.9)
+    assert not calls.are_for_many(3, since=4.9), "two of the three that are left are for one worker"
 
 
-def test_of_thousands_of_calls_the_oldest_tell_whom_they_are_for() -> None:
+def test_a_call_that_was_made_long_ago_does_not_count() -> None:
     calls: Calls[None] = Calls()
+    calls.start(3, "for_hours", 0.0, 0.0, None)
+    calls.start(4, "f", 5.0, 1.0, None)
+    assert not calls.are_for_many(2, since=4.9)
+    calls.start(5, "f", 5.0, 1.0, None)
+    assert calls.are_for_many(2, since=4.9)
+
+
+def test_of_thousands_of_calls_the_newest_tell_whom_they_are_for() -> None:
+    calls: Calls[None] = Calls()
+    calls.start(4, "f", 5.0, 1.0, None)
     for _ in range(1000):
-        calls.start(3, "f", 0.0, 1.0, None)
-    calls.start(4, "f", 0.0, 1.0, None)
-    assert not calls.are_for_many(2)
+        calls.start(3, "f", 5.0, 1.0, None)
+    assert not calls.are_for_many(2, since=4.9)
+
+
+def test_threads_that_begin_and_end_calls_do_not_disturb_the_question() -> None:
+    calls: Calls[None] = Calls()
+    end = threading.Event()
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            while not end.is_set():
+                calls.are_for_many(2, since=0.0)
+        except BaseException as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for number in range(20_000):
+            one, other = calls.start(3, "f", 1.0, 1.0, None), calls.start(number % 7, "f", 1.0, 1.0, None)
+            calls.finish(one.call_id)
+            calls.finish(other.call_id)
+    finally:
+        end.set()
+        sys.setswitchinterval(before)
+        for thread in threads:
+            thread.join(10.0)
+    assert not errors

@@ -435,6 +435,52 @@ def test_what_is_still_in_use_is_freed_later() -> None:
     assert len(graveyard) == 0
 
 
+def test_a_graph_whose_paths_meet_is_freed_at_once() -> None:
+    graveyard = Graveyard()
+    tensor = leaf()
+    for _ in range(20):
+        tensor = tensor + tensor * 2
+    top: Any = tensor.grad_fn
+    nodes = {node for node in reached([(top, 0)]) if not is_leaf(node)}
+    assert len(nodes) == 40
+    graveyard.bury([top, top.next_functions[1][0]], nodes)  # of which the second lies below the first
+    del tensor, top, nodes
+    graveyard.visit()
+    assert len(graveyard) == 0
+
+
+@pytest.mark.parametrize("function", ["chain", "residual"])
+def test_after_a_context_nothing_is_left_of_a_big_graph(function: str) -> None:
+    """In another process: what goes wrong here ends in a crash."""
+    program = f"""
+import time, torch
+from telegrad import autograd, rpc
+from telegrad.testing import cluster
+
+def chain(tensor):
+    for _ in range(30_000):
+        tensor = tensor + 1
+    return tensor
+
+def residual(tensor):
+    for _ in range(10_000):
+        tensor = tensor + tensor * 1e-6
+    return tensor
+
+with cluster("a", "b") as workers, workers.on("a"):
+    for _ in range(2):
+        with autograd.context() as context_id:
+            x = torch.ones(1, requires_grad=True)
+            autograd.backward(context_id, [{function}(rpc.rpc_sync("b", {function}, (x,))).sum()])
+        end = time.monotonic() + 20
+        while any(len(worker.autograd._graveyard) for worker in workers) and time.monotonic() < end:
+            time.sleep(0.01)
+        print([len(worker.autograd._graveyard) for worker in workers])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "[0, 0]\n[0, 0]\n", (done.returncode, done.stderr)
+
+
 def test_a_chain_of_very_many_nodes_does_not_overflow_the_stack() -> None:
     program = """
 import torch

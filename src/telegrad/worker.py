@@ -168,6 +168,7 @@ class Worker:
         future: Future | None = None,
     ) -> Waiting[Ticket]:
         """As ``rpc_sync`` and ``rpc_async``.  Without a future, the agent's ``wait`` gives the value."""
+        # The way of every call: each function that need not be called saves it 0.2-0.5 us.
         if self.closed:
             self._check_open()
         if self.references.dropped:

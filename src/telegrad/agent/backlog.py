@@ -176,4 +176,5 @@ class Backlog:
             return None
         if self._is_full() and not self._urgent:
             return _STUCK
+        watch.has_seen = True
         return PATIENCE if watch.progress.unchanged(self._taken) < PATIENCE else _SLOW / 2

@@ -1,7 +1,7 @@
 """Requests and their replies: which calls wait for which worker, and until when.
 
-No thread, socket or clock: the agent tells it what happened and obeys what it answers.  Every method is one atomic step
-on a dictionary under the GIL, so the hot path takes no lock.
+No thread, socket or clock: the agent tells it what happened and obeys what it answers.  Every method that changes
+something is one atomic step on a dictionary under the GIL, so the hot path takes no lock.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ class Calls(Generic[T]):
     def _take(self, calls: list[Waiting[T]]) -> list[Waiting[T]]:
         return [call for call in calls if self._waiting.pop(call.call_id, None) is not None]
 
-    def are_for_many(self, many: int) -> bool:
-        """Whether at least so many workers have yet to answer one of the oldest calls."""
+    def are_for_many(self, many: int, since: float) -> bool:
+        """Whether at least so many workers have yet to answer one of the newest calls, made after ``since``."""
         if len(self._waiting) < many:
             return False
-        oldest = list(itertools.islice(self._waiting.values(), 4 * many))  # of thousands it need not see all
-        return len({call.to for call in oldest}) >= many
+        try:
+            newest = list(itertools.islice(reversed(self._waiting.values()), 4 * many))  # of thousands, not all
+        except RuntimeError:
+            return False  # another thread began a call, or ended one, between two of these steps
+        return len({call.to for call in newest if call.started > since}) >= many
 
     def next_deadline(self) -> float:
         return min((call.deadline for call in list(self._waiting.values())), default=math.inf)

@@ -22,6 +22,7 @@ from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Body, Failure, Reply
 
 _AS_IT_IS = nullcontext()
+_TOGETHER = 0.001  # seconds between calls that were made together
 _MOMENT = 1.0  # seconds: much longer than what it waits for takes
 
 
@@ -101,8 +102,9 @@ class Outcomes:
     def _help(self, waiting: Waiting[Ticket]) -> None:
         ticket, pool = waiting.ticket, self._pool
         pool.hand_over()
-        # Where others work for us on every core, one of them may wait for this one.
-        look = not self._calls.are_for_many(CORES)
+        # Where others work for us on every core, one of them may wait for this one.  Those that were asked long ago may
+        # well be asleep.
+        look = not self._calls.are_for_many(CORES, waiting.started - _TOGETHER)
         if pool.runs_here():
             with pool.blocked():
                 ticket.link.help_read(ticket.settled, waiting.deadline, look)

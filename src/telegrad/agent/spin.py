@@ -75,7 +75,7 @@ class Spin:
 
     def rests(self) -> bool:
         """Whether the next search would end at its first look; such a one counts as done by that question."""
-        if self._skip:
+        if self._skip > 0:
             self._skip -= 1
             return True
         return CORES < 2 or self._running() > 0

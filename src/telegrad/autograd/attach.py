@@ -57,8 +57,7 @@ class Attach:
             context = self._registry.find(context_id) or self._join(context_id, sender)
             if context is None:
                 if torch.is_grad_enabled():
-                    for index in indices:
-                        tensors[index].requires_grad_()
+                    _make_leaves(tensors, indices)
                 return None
             if message_id != NO_MESSAGE:
                 recv = Recv(context_id, sender, message_id)
@@ -68,7 +67,7 @@ class Attach:
                     with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
                         _receive_all(recv, tensors, indices)
                 context.recvs += 1
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"a message speaks of its context in a way that makes no sense: {extra!r}") from error
         return Scope(context)
 
@@ -79,6 +78,14 @@ class Attach:
             self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
             return None
         return context
+
+
+def _make_leaves(tensors: list[Tensor], indices: Sequence[int]) -> None:
+    for index in indices:
+        try:
+            tensors[index].requires_grad_()
+        except RuntimeError as error:
+            raise ValueError(f"tensor {index} cannot have a gradient: {error}") from error
 
 
 def _receive_all(recv: Recv, tensors: list[Tensor], indices: Sequence[int]) -> None:

@@ -384,15 +384,10 @@ class Engine:
         context = self.registry.drop(context_id)
         if context is None:
             return
-        for this in list(context.passes.values()) if context.passes else ():
-            if this is not None:
-                this.stop(TelegradError(f"context {context_id} has ended"))
-        context.passes.clear()
+        _stop_passes(context)
         if context.graph is not None:
-            tops, nodes = context.graph
+            self._graveyard.bury(*context.graph)
             context.sends, context.graph = {}, None
-            self._graveyard.bury(tops, nodes)
-            del nodes
         self._graveyard.visit()
         for worker in tuple(context.workers):
             if worker != context.origin and worker != self._me:
@@ -418,3 +413,11 @@ class Engine:
 
     def passes(self) -> Iterable[Pass]:
         return [this for context in self.registry for this in list(context.passes.values()) if this is not None]
+
+
+def _stop_passes(context: Context) -> None:
+    """Ends what is left of them; a function of its own, for a pass in a variable would keep its part of the graph."""
+    for this in list(context.passes.values()) if context.passes else ():
+        if this is not None:
+            this.stop(TelegradError(f"context {context.id} has ended"))
+    context.passes.clear()

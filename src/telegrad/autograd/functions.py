@@ -115,6 +115,8 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
 
 def receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
     """Records that a tensor was received."""
-    # ``data`` and not ``detach``, for that would be a view, which could not be changed in place together with others.
-    received: Tensor = _apply_recv(ANCHOR, recv, part, tensor.data if tensor.requires_grad else tensor)
+    if tensor.requires_grad or tensor._is_view():
+        # Neither a leaf nor a view can be marked as changed.  ``data``, and not ``detach``, which would be a view too.
+        tensor = tensor.data
+    received: Tensor = _apply_recv(ANCHOR, recv, part, tensor)
     return received

@@ -4,7 +4,8 @@ A *source* is where gradients come in: the roots of a backward, or a message tha
 common node form one *unit*, since that node must run once, with the sum of what they bring.  Leaves add gradients up as
 they come, so they join nobody, unless a hook of theirs wants to see the whole sum.
 
-The walk is the price of every pass, about 1 us a node, so it is written plainly: one loop, no calls.
+The walk is the price of every pass, about 1 us a node, so it is written plainly: one loop, and no calls but for a leaf
+that two sources share.
 
 It has a trap: torch frees a long chain of nodes in a loop, but not once Python has seen them; then each node frees the
 next inside its own destructor, and a chain of some 20,000 overflows the stack.  So nodes of a big graph are kept, and
@@ -29,6 +30,7 @@ Edge = tuple[Node | None, int]
 
 #: What GradientEdge(node, output, None) comes to, given as a tuple, without a function in Python between.
 new_edge: Callable[[tuple[Node, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+assert GradientEdge._fields == ("node", "output_nr", "ownership_token")
 
 _ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
 _RECEIVE: Any = RecvRpc._backward_cls
@@ -69,10 +71,11 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
                 continue
             kind = type(node)
             if kind is _ACCUMULATE:
-                leaves.add(node)
-                first = holder.setdefault(node, index)
-                if first != index and has_hooks(node):
-                    meetings.append((first, index))
+                if node not in leaves:
+                    leaves.add(node)
+                    first = holder.setdefault(node, index)
+                    if first != index and has_hooks(node):
+                        meetings.append((first, index))
                 continue
             known = owner.get(node)
             if known is None:
@@ -219,6 +222,7 @@ class Explorer:
 
 DEEP = 4_000  # nodes: a smaller graph can be left to torch
 _ALONE = 3  # references to a node that only the graveyard holds: its set, a variable, and the question itself
+_ALONE_ON_TOP = _ALONE + 1  # and the set of tops
 
 
 class Graveyard:
@@ -245,17 +249,36 @@ class Graveyard:
 
 
 def _dig(tops: set[Node], nodes: set[Node]) -> bool:
-    """Frees nodes from the top; whether some are left, which somebody else still holds."""
-    todo = list(tops)
-    tops.clear()
+    """Frees nodes from the top, each after all those above it; whether some are left, which somebody else holds."""
+    if all(sys.getrefcount(top) > _ALONE_ON_TOP for top in tops):
+        return True
+    above = _count_above(nodes)
+    todo = [top for top in tops if not above.get(id(top))]
+    node: Any
+    child: Any
     while todo:
         node = todo.pop()
+        tops.discard(node)
         if node not in nodes:
             continue
         if sys.getrefcount(node) > _ALONE:
-            tops.add(node)  # in use, or known to another node that is: from here on the next time
+            tops.add(node)  # in use: from here on the next time
             continue
         nodes.discard(node)
-        todo += [child for child, _ in node.next_functions if child is not None]
-        del node
+        for child, _ in node.next_functions:
+            if child in nodes:
+                above[id(child)] -= 1
+                if not above[id(child)]:
+                    todo.append(child)
+        node = child = None  # these would seem to use them
     return bool(nodes)
+
+
+def _count_above(nodes: set[Node]) -> dict[int, int]:
+    """By the id of a node, how many edges lead to it from the others."""
+    above = dict.fromkeys(map(id, nodes), 0)
+    for node in nodes:
+        for child, _ in node.next_functions:
+            if child in nodes:
+                above[id(child)] += 1
+    return above

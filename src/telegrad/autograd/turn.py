@@ -38,17 +38,17 @@ class Letter:
     def add(self, message_id: int, gradients: dict[int, Tensor | None]) -> None:
         """What the tensors of a message got.  It is packed at once: who computed it may use the memory again."""
         tensors: list[Tensor] = []
-        defined: tuple[int, ...] = ()
-        undefined: tuple[int, ...] = ()
+        defined: list[int] = []
+        undefined: list[int] = []
         for part, gradient in gradients.items():
             if gradient is None:
-                undefined += (part,)
+                undefined.append(part)
             else:
-                defined += (part,)
+                defined.append(part)
                 tensors.append(gradient if type(gradient) is Tensor else _plain(gradient))
         if tensors:
             self.bundle.add(tensors)
-        self._messages.append((message_id, defined, undefined))
+        self._messages.append((message_id, tuple(defined), tuple(undefined)))
 
     @property
     def may_grow(self) -> bool:

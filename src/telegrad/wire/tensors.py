@@ -93,8 +93,7 @@ class Packed:
     def add_array(self, array: NDArray[Any]) -> int:
         """Adds the memory of a contiguous array."""
         size = array.nbytes
-        if size <= INLINE_LIMIT and size <= self._budget:
-            self._budget -= size
+        if self.inlines(size):
             self.buffers.append(array.tobytes())
         elif self._lane is not None and (slab := self._lane(array.__array_interface__["data"][0], size)) is not None:
             self.slabs.append(slab)
