@@ -501,3 +501,14 @@ print("fine")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "fine\n", (done.returncode, done.stderr)
+
+
+def test_a_view_that_was_made_without_gradients_can_be_received() -> None:
+    """As tensors of some types are, where they are opened inside no_grad; and changed in place then."""
+    with torch.no_grad():
+        tensor = torch.ones(4, dtype=torch.bfloat16).view(2, 2)
+    got = receive(Recv(0, 1, 1), 0, tensor)
+    assert got.grad_fn is not None
+    assert got.grad_fn.name() == "RecvRpcBackward"
+    got.mul_(2)
+    assert got.requires_grad

@@ -14,7 +14,7 @@ import pytest
 import telegrad.agent.backlog
 import telegrad.agent.pool
 from support import AT_ONCE, PATIENCE, eventually, no_new_threads
-from telegrad.agent.backlog import UserCall, Work
+from telegrad.agent.backlog import Backlog, UserCall, Watch, Work
 from telegrad.agent.pool import Pool
 
 
@@ -850,3 +850,14 @@ def test_a_thread_that_ends_leaves_no_work_behind_whose_alarm_it_has_cleared(
     pool._waking.ring()
     assert begun.wait(AT_ONCE)
     busy.go.set()
+
+
+def test_what_a_thread_saw_of_an_empty_queue_does_not_count_for_the_next() -> None:
+    """Else it would seem to have waited for long at first sight."""
+    backlog, watch = Backlog(4), Watch()
+    backlog.running.add(1)
+    backlog.add([(lambda *_: None, None, None)])
+    assert backlog.patience(watch) is not None
+    backlog.take_all()
+    assert backlog.pick(2, watch, joins=True) is None
+    assert watch.progress.unchanged(0) == 0.0
