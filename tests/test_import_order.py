@@ -38,7 +38,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.backlog
     telegrad.agent.pool
     telegrad.agent.link  telegrad.agent.memory
-    telegrad.agent.bodies  telegrad.agent.outcomes
+    telegrad.agent.bodies  telegrad.agent.outcomes  telegrad.agent.pulse
     telegrad.agent.mail
     telegrad.agent.agent
     telegrad.agent.barrier  telegrad.agent.execution

@@ -223,8 +223,8 @@ def test_workers_with_different_patience_keep_in_touch() -> None:
         link = peer.link
         assert link is not None
         peer.record = type(peer.record)(1, "b", heartbeat=0.4)
-        assert patient.agent._pulse_of(link) == 0.4
-        assert hasty.agent._pulse_of(link) == hasty.agent.options.heartbeat
+        assert patient.agent.pulse.patience(peer) == 0.4
+        assert hasty.agent.pulse.patience(hasty.agent.peer("b")) == hasty.agent.options.heartbeat
 
 
 def test_two_devices_cannot_go_to_one() -> None:

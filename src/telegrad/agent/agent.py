@@ -26,6 +26,7 @@ from telegrad.agent.mail import Mail
 from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool
+from telegrad.agent.pulse import Pulse
 from telegrad.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.wire import values
@@ -93,7 +94,7 @@ class Agent:
         self._peers: dict[int, Peer] = {}
         self.names: dict[str, Peer] = {}
         self._next_trim = 0.0
-        self._last_tick = time.monotonic()
+        self.pulse = Pulse(options.heartbeat, self.pool, self.link_broken)
         self._clock = Clock(me.name, self._tick)
         self.mail = Mail(self.peer, self.link_to, self.bodies, self.pool, self._clock, options.note_pause)
 
@@ -355,14 +356,7 @@ class Agent:
         self.mail.tick(now)
         self.bodies.give_back()
         again_in = self.now_and_then()
-        # If this very process was stopped meanwhile (a Ctrl-Z, a laptop that slept), it has not listened either.
-        was_away = now - self._last_tick > self.options.heartbeat / 2
-        self._last_tick = now
-        for peer in self.peers:
-            for link in peer.links if peer.id != self.me.worker_id else ():
-                if was_away:
-                    link.last_heard = now
-                self._check_pulse(link, now)
+        self.pulse.look(now, [peer for peer in self.peers if peer.id != self.me.worker_id])
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
             self.bodies.trim()
@@ -371,22 +365,6 @@ class Agent:
             pause = min(pause, self.options.note_pause)
         pause = min(pause, again_in)
         return min(now + pause, self.mail.acks_due, self.calls.next_deadline())
-
-    def _check_pulse(self, link: Link, now: float) -> None:
-        silence = now - link.last_heard
-        if silence > self.options.heartbeat:
-            self.link_broken(link, f"it was silent for {silence:.0f} s")
-        elif link.dialled and min(silence, now - link.pinged) > self._pulse_of(link) / 4:
-            link.pinged = now
-            # A full socket would block the clock, so a thread of the pool asks.
-            self.pool.submit((lambda link, _: link.send(Ping()), link, None))
-        elif link.has_posted():
-            self.pool.submit((lambda link, _: link.flush(), link, None))
-
-    def _pulse_of(self, link: Link) -> float:
-        """The shorter patience of the two sides: the other one counts our silence by its own."""
-        theirs = self.peer(link.peer_id).record.heartbeat
-        return min(self.options.heartbeat, theirs) if theirs else self.options.heartbeat
 
     # --- the end ------------------------------------------------------------------------------------------------
 
