@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+_NEWEST = 16  # calls of which it is known at once whom they are for
 
 
 @dataclass(slots=True, eq=False)
@@ -31,11 +34,15 @@ class Calls(Generic[T]):
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._waiting: dict[int, Waiting[T]] = {}
+        # Their ids, for whom and when; not the calls, which hold their outcomes.  Beside the dictionary, for Python 3.11
+        # crashes if one reads that from its end while others change it.
+        self._newest: deque[tuple[int, int, float]] = deque(maxlen=_NEWEST)
 
     def start(self, to: int, what: str, now: float, timeout: float, ticket: T) -> Waiting[T]:
         """A request is about to go out; a timeout of 0 means none."""
         deadline = now + timeout if timeout > 0 else math.inf
         call_id = next(self._ids)
+        self._newest.append((call_id, to, now))
         waiting = self._waiting[call_id] = Waiting(call_id, to, what, now, deadline, ticket)
         return waiting
 
@@ -57,13 +64,12 @@ class Calls(Generic[T]):
 
     def are_for_many(self, many: int, since: float) -> bool:
         """Whether at least so many workers have yet to answer one of the newest calls, made after ``since``."""
-        if len(self._waiting) < many:
+        waiting = self._waiting
+        if len(waiting) < many:
             return False
-        try:
-            newest = list(itertools.islice(reversed(self._waiting.values()), 4 * many))  # of thousands, not all
-        except RuntimeError:
-            return False  # another thread began a call, or ended one, between two of these steps
-        return len({call.to for call in newest if call.started > since}) >= many
+        return (
+            len({to for call_id, to, started in list(self._newest) if started > since and call_id in waiting}) >= many
+        )
 
     def next_deadline(self) -> float:
         return min((call.deadline for call in list(self._waiting.values())), default=math.inf)
