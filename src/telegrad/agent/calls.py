@@ -34,7 +34,7 @@ class Calls(Generic[T]):
     def __init__(self) -> None:
         self._ids = itertools.count(1)
         self._waiting: dict[int, Waiting[T]] = {}
-        # Their ids, for whom and when; not the calls, which hold their outcomes.  Beside the dictionary, for Python 3.11
+        # Their ids, for whom and when; not the calls, which hold their outcomes.  Beside the dictionary: Python 3.11
         # crashes if one reads that from its end while others change it.
         self._newest: deque[tuple[int, int, float]] = deque(maxlen=_NEWEST)
 
