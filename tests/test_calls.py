@@ -119,8 +119,19 @@ def test_of_thousands_of_calls_the_newest_tell_whom_they_are_for() -> None:
     assert not calls.are_for_many(2, since=4.9)
 
 
+def test_on_many_cores_many_are_looked_at() -> None:
+    calls: Calls[None] = Calls(newest=4 * 32)
+    for worker in range(31):
+        calls.start(worker, "f", 5.0, 1.0, None)
+    assert not calls.are_for_many(32, since=4.9)
+    calls.start(31, "f", 5.0, 1.0, None)
+    assert calls.are_for_many(32, since=4.9)
+
+
 def test_threads_that_begin_and_end_calls_do_not_disturb_the_question() -> None:
     calls: Calls[None] = Calls()
+    for number in range(20):
+        calls.start(number % 7, "f", 1.0, 1.0, None)  # which stay, so that each question is looked into
     end = threading.Event()
     errors: list[BaseException] = []
 
@@ -137,7 +148,7 @@ def test_threads_that_begin_and_end_calls_do_not_disturb_the_question() -> None:
     try:
         for thread in threads:
             thread.start()
-        for number in range(20_000):
+        for number in range(60_000):
             one, other = calls.start(3, "f", 1.0, 1.0, None), calls.start(number % 7, "f", 1.0, 1.0, None)
             calls.finish(one.call_id)
             calls.finish(other.call_id)

@@ -220,8 +220,6 @@ def test_workers_with_different_patience_keep_in_touch() -> None:
         patient, hasty = workers["a"], workers["b"]
         assert patient.rpc_sync("b", answer, (1,)) == 1
         peer = patient.agent.peer("b")
-        link = peer.link
-        assert link is not None
         peer.record = type(peer.record)(1, "b", heartbeat=0.4)
         assert patient.agent.pulse.patience(peer) == 0.4
         assert hasty.agent.pulse.patience(hasty.agent.peer("b")) == hasty.agent.options.heartbeat

@@ -27,6 +27,7 @@ from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool
 from telegrad.agent.pulse import Pulse
+from telegrad.agent.spin import CORES
 from telegrad.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.wire import values
@@ -75,7 +76,7 @@ class Agent:
         self.me = me
         self.options = options
         self.pool = Pool(me.name, options.threads, on_thread_start)
-        self.calls: Calls[Ticket] = Calls()
+        self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
         self.bodies = Bodies(self.peer, options.allow_pickle, me.lane_word)
         self.outcomes = Outcomes(
             self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle

@@ -1,7 +1,7 @@
 """Requests and their replies: which calls wait for which worker, and until when.
 
-No thread, socket or clock: the agent tells it what happened and obeys what it answers.  Every method that changes
-something is one atomic step on a dictionary under the GIL, so the hot path takes no lock.
+No thread, socket or clock: the agent tells it what happened and obeys what it answers.  Whatever changes the table of
+calls is one atomic step on a dictionary under the GIL, so the hot path takes no lock.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-
-_NEWEST = 16  # calls of which it is known at once whom they are for
 
 
 @dataclass(slots=True, eq=False)
@@ -31,12 +29,14 @@ class Waiting(Generic[T]):
 
 
 class Calls(Generic[T]):
-    def __init__(self) -> None:
+    """``newest``: of so many it is known at once whom they are for."""
+
+    def __init__(self, newest: int = 16) -> None:
         self._ids = itertools.count(1)
         self._waiting: dict[int, Waiting[T]] = {}
         # Their ids, for whom and when; not the calls, which hold their outcomes.  Beside the dictionary: Python 3.11
         # crashes if one reads that from its end while others change it.
-        self._newest: deque[tuple[int, int, float]] = deque(maxlen=_NEWEST)
+        self._newest: deque[tuple[int, int, float]] = deque(maxlen=newest)
 
     def start(self, to: int, what: str, now: float, timeout: float, ticket: T) -> Waiting[T]:
         """A request is about to go out; a timeout of 0 means none."""

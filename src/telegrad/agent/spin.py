@@ -88,7 +88,7 @@ class Spin:
         found = look()
         if found or CORES < 2 or self._running() > mine:
             return found
-        if self._skip:
+        if self._skip > 0:
             self._skip -= 1
             return found
         start = _clock()

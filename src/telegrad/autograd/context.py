@@ -55,6 +55,12 @@ class Context:
     def creator(self) -> int:
         return self.id >> _WORKER_SHIFT
 
+    def take_graph(self) -> tuple[set[Node], set[Node]] | None:
+        """What was kept; from now on it is the caller's."""
+        with self._lock:
+            taken, self.graph = self.graph, None
+            return taken
+
     def keep_graph(self, tops: Iterable[Node], nodes: Iterable[Node]) -> None:
         """Nodes of a big graph, which must not be freed all at once (see ``graph``)."""
         with self._lock:

@@ -386,12 +386,17 @@ class Engine:
             return
         _stop_passes(context)
         if context.graph is not None:
-            self._graveyard.bury(*context.graph)
-            context.sends, context.graph = {}, None
+            self._bury(context)
         self._graveyard.visit()
         for worker in tuple(context.workers):
             if worker != context.origin and worker != self._me:
                 self._agent.mail.post(worker, DropContext(context_id), when_idle=when_idle)
+
+    def _bury(self, context: Context) -> None:
+        taken = context.take_graph()
+        if taken is not None:
+            context.sends = {}
+            self._graveyard.bury(*taken)
 
     def _on_tell_me(self, sender: int, payload: TellMe, _: Open) -> None:
         context = self.registry.find(payload.context_id)

@@ -168,33 +168,6 @@ def has_hooks(leaf: Any) -> bool:
     return bool(variable._backward_hooks) or bool(variable._post_accumulate_grad_hooks)
 
 
-def _units(
-    sources: Sequence[tuple[int, Iterable[Edge]]],
-    parent: list[int],
-    leaves: Sequence[set[Node]],
-    recvs: Sequence[dict[Recv, set[int]]],
-    owner: dict[Node, int],
-) -> list[Unit]:
-    units: dict[int, Unit] = {}
-    known: dict[int, set[Node]] = {}  # the leaves of each unit
-    for index, (source, _) in enumerate(sources):
-        first = _find(parent, index)
-        unit = units.setdefault(first, Unit([]))
-        unit.sources.append(source)
-        unit.leaves += leaves[index] - known.setdefault(first, set())
-        known[first] |= leaves[index]
-        for recv, parts in recvs[index].items():
-            unit.recvs.setdefault(recv, set()).update(parts)
-    few = len(owner) <= _FEW
-    if few or any(len(unit.sources) > 1 for unit in units.values()):
-        for node, index in owner.items():
-            units[_find(parent, index)].nodes.append(node)
-    if few:
-        for unit in units.values():
-            unit.is_quick = _is_quick(unit.nodes)
-    return list(units.values())
-
-
 class Explorer:
     """What the live sources reach, as they become known one after the other."""
 
@@ -235,7 +208,7 @@ class Graveyard:
     def bury(self, tops: Iterable[Node], nodes: set[Node]) -> None:
         """``nodes`` may be referred to by nobody else who knows of it."""
         with self._lock:
-            self._graphs.append((set(tops), nodes))
+            self._graphs.append((nodes.intersection(tops), nodes))
 
     def visit(self) -> None:
         """Frees what has become free."""
@@ -270,7 +243,7 @@ def _dig(tops: set[Node], nodes: set[Node]) -> bool:
                 above[id(child)] -= 1
                 if not above[id(child)]:
                     todo.append(child)
-        node = child = None  # these would seem to use them
+        child = node = None  # these would seem to use them; a leaf's node first, which must not live by Python alone
     return bool(nodes)
 
 
