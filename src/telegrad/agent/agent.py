@@ -93,7 +93,7 @@ class Agent:
         self._dial = dial
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
-        self.names: dict[str, Peer] = {}
+        self._names: dict[str, Peer] = {}
         self._next_trim = 0.0
         self.pulse = Pulse(options.heartbeat, self.pool, self.link_broken)
         self._clock = Clock(me.name, self._tick)
@@ -106,17 +106,17 @@ class Agent:
             peer = self._peers.get(record.worker_id)
             if peer is None:
                 peer = self._peers[record.worker_id] = Peer(record, route)
-                self.names[record.name] = peer
+                self._names[record.name] = peer
             return peer
 
     def peer(self, to: int | str) -> Peer:
         """The peer of that name or id."""
-        peer = self.names.get(to) if isinstance(to, str) else self._peers.get(to)
+        peer = self._names.get(to) if isinstance(to, str) else self._peers.get(to)
         if peer is None:
             record = self.find_record(to)
             if record is not None:
                 return self._peers[record.worker_id]
-            known = ", ".join(sorted(self.names))
+            known = ", ".join(sorted(self._names))
             raise UnknownWorkerError(f"no worker {to!r} in this job; it has {known}")
         return peer
 

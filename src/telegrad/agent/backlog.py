@@ -27,17 +27,15 @@ _STUCK = 0.05  # how long nothing may be begun before the limit of a full pool g
 class Watch:
     """What one thread has seen of how the others get on, while something was queued."""
 
-    __slots__ = ("begun", "calls", "has_seen", "progress")
+    __slots__ = ("begun", "calls", "progress")
 
     def __init__(self) -> None:
-        self.has_seen = False
         self.progress = Look(_SLOW / 2)
         self.begun = Look(_STUCK / 2)
         self.calls = Look(_STUCK)
 
     def end(self) -> None:
         """When nothing is queued, nothing is stuck."""
-        self.has_seen = False
         self.progress.begin()
         self.begun.begin()
         self.calls.begin()
@@ -105,12 +103,9 @@ class Backlog:
         ``joins``: it was woken, and did not just come to the end of something.
         """
         if not self._urgent and not self._calls:
-            if watch.has_seen:
-                watch.end()
-            if self._drainer == me:
-                self._drainer = None
+            watch.end()
+            self.stop_draining(me)
             return None
-        watch.has_seen = True
         full = self._is_full()
         drains = self._drainer == me or (self._drainer is None and not joins)
         if self.running and (full or not drains):
@@ -176,5 +171,4 @@ class Backlog:
             return None
         if self._is_full() and not self._urgent:
             return _STUCK
-        watch.has_seen = True
         return PATIENCE if watch.progress.unchanged(self._taken) < PATIENCE else _SLOW / 2

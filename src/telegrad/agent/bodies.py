@@ -83,18 +83,16 @@ class Bodies:
     def open(self, link: Link, body: Body, streamed: list[Any]) -> tuple[Any, Scope | None]:
         """The value of a body, and the scope in which the incoming interceptor wants it used."""
         scope = None
+        incoming = self.incoming if body.extra is not None else None
         rrefs = [self.make_reference(fork) for fork in body.rrefs] if body.rrefs else []
         buffers: Sequence[Any] = body.buffers
         for buffer in buffers:
             if type(buffer) is not bytearray:  # else all came inside the header, as most small ones do
                 buffers = codec.complete(body, streamed, self._borrow(link, body))
                 break
-        recorded = body.extra is not None and self.incoming is not None
-        tensors = values.tensors_of(body, buffers, recorded) if body.tensors else []
-        if body.extra is not None and self.incoming is not None:
-            scope = self.incoming(link.peer_id, body.extra, tensors)
-        if body.tree is None and body.pickle < 0:  # a bundle, or nothing
-            return tensors or None, scope
+        tensors = values.tensors_of(body, buffers, recorded=incoming is not None)
+        if incoming is not None:
+            scope = incoming(link.peer_id, body.extra, tensors)
         return values.unpack(body, buffers, rrefs, tensors, self._allow_pickle), scope
 
     def _borrow(self, link: Link, body: Body) -> list[Any]:

@@ -100,7 +100,6 @@ class StreamLink:
         self._stream = stream
         self._fd = stream.fileno()
         self._pool = pool
-        self._waits = pool.waits
         self._events = events
         self._reader = FrameReader(codec.decode, codec.stream_sizes, allocate)
         self._drain: bool = getattr(stream, "drain", False)
@@ -129,7 +128,7 @@ class StreamLink:
         header = codec.encode(message)
         size = sum(len(buffer) for buffer in stream) if stream else 0
         self._outbox.append((prefix(len(header), size) + header, stream))
-        if not (more and self._waits() and len(self._outbox) < _CORKED_MOST and self._pool.cork(self)):
+        if not (more and len(self._outbox) < _CORKED_MOST and self._pool.cork(self)):
             self.flush()
 
     def post(self, message: Message) -> None:

@@ -58,7 +58,7 @@ class Mail:
     def bundle(self, to: int, recorded: bool) -> values.Bundle:
         """For tensors that go along with a note; ``recorded``: autograd follows them.  Raises WorkerLostError."""
         peer = self._peer(to)
-        return self._bodies.bundle(peer, peer.link or self._link_to(peer), recorded)
+        return self._bodies.bundle(peer, self._link_to(peer), recorded)
 
     def post(
         self,
@@ -75,12 +75,14 @@ class Mail:
         until the pool has nothing else to do; for who must not wait for a socket.
         """
         peer = self._peer(to)
+        link = peer.link
         parcel = values.EMPTY_PARCEL
         try:
-            if tensors is not None:
-                parcel = self._bodies.close(peer.link or self._link_to(peer), tensors)
-            elif value is not None:
-                parcel = self._bodies.pack(peer, peer.link or self._link_to(peer), value)
+            if tensors is not None or value is not None:
+                link = link or self._link_to(peer)
+                parcel = (
+                    self._bodies.close(link, tensors) if tensors is not None else self._bodies.pack(peer, link, value)
+                )
         except WorkerLostError:
             return False
         now = time.monotonic()
@@ -88,7 +90,6 @@ class Mail:
             if peer.state is not PeerState.KNOWN:  # else ``lost`` has yet to come
                 return False
             note = self._outbox.post(to, payload, now, parcel, self._inbox.acks_for(to))
-        link = peer.link
         if (soon or when_idle) and link is not None:
             link.post(note)
             if when_idle:

@@ -66,7 +66,6 @@ class Pool:
         self.disarm: Callable[[int, Source], None] = partial(self._waking.arm, events=0)
         self.forget = self._waking.forget
         self._backlog = Backlog(limit)
-        self.waits = self._backlog.waits  # whether something is queued
         self.progress = self._backlog.progress  # a piece of long work is done: nobody need join in (rule 3)
         self._corked: dict[Outlet, None] = {}
         self._lock = threading.Lock()
@@ -356,12 +355,9 @@ class Pool:
 
         ``let_go`` lets others read what this thread alone reads, in case that it must wait for something.
         """
-        mine = deque(work)
-        for each in work:
-            if type(each) is UserCall:
-                mine = deque(each for each in work if type(each) is not UserCall)
-                self.submit_all([each for each in work if type(each) is UserCall])
-                break
+        mine = deque(each for each in work if type(each) is not UserCall)
+        if len(mine) < len(work):
+            self.submit_all([each for each in work if type(each) is UserCall])
         outer = getattr(self._here, "held", None)
         self._here.held = (mine, let_go)
         try:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad.autograd.context import Context, Entered, Scope
@@ -60,11 +59,9 @@ def backward(
     if not roots:
         raise UsageError("backward was given no roots: backward(context_id, [loss])")
     tensors: Sequence[Any] = roots
-    for root in roots:
-        if isinstance(root, RRef):
-            with Scope(known):
-                tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
-            break
+    if any(isinstance(root, RRef) for root in roots):
+        with Scope(known):
+            tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
     gradients = _root_gradients(tensors, grad_tensors)
     # As in torch, a no_grad around it says nothing; but this thread will open what other workers send.
     with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
@@ -87,10 +84,7 @@ def _root_edge(root: Any, index: int) -> GradientEdge:
             f"root {index} needs no gradient: nothing that requires one was used to compute it"
             + (", or it was computed inside no_grad" if root.is_leaf else "")
         )
-    node: Any = root.grad_fn
-    if node is None or isinstance(node, _FunctionBase):
-        return get_gradient_edge(root)
-    return GradientEdge(node, root.output_nr)  # what it comes to for a node of C++, for a third
+    return get_gradient_edge(root)
 
 
 def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None) -> list[Tensor]:

@@ -180,10 +180,8 @@ class Engine:
             return known
         with self._lock:
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
-            ended: Sequence[Pass | None] = ()
-            if context.passes:
-                over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]
-                ended = [context.passes.pop(old) for old in over]
+            over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]
+            ended = [context.passes.pop(old) for old in over]
             if number >= floor and pass_id not in context.passes:
                 context.passes[pass_id] = Pass(self._me, head, context, self._name)
             found: Pass | None = context.passes.get(pass_id)
@@ -234,8 +232,7 @@ class Engine:
 
     @staticmethod
     def _hear(this: Pass, sender: int, finished: Finished) -> None:
-        if finished.reports:
-            this.local.heard(finished.reports)
+        this.local.heard(finished.reports)
         this.local.flow.answered(sender, finished.count, finished.owed)
 
     def _on_finished(self, sender: int, payload: Finished, _: Open) -> None:
@@ -388,11 +385,11 @@ class Engine:
         if context.graph is not None:
             self._bury(context)
         self._graveyard.visit()
-        for worker in tuple(context.workers):
-            if worker != context.origin and worker != self._me:
-                self._agent.mail.post(worker, DropContext(context_id), when_idle=when_idle)
+        for worker in context.workers - {context.origin, self._me}:
+            self._agent.mail.post(worker, DropContext(context_id), when_idle=when_idle)
 
     def _bury(self, context: Context) -> None:
+        """A function of its own, as ``_stop_passes``: a variable with the tops would seem to use them."""
         taken = context.take_graph()
         if taken is not None:
             context.sends = {}

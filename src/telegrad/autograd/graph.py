@@ -16,21 +16,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from telegrad.autograd.functions import ANCHOR, Recv, RecvRpc, SendRpc
 
 Edge = tuple[Node | None, int]
-
-#: What GradientEdge(node, output, None) comes to, given as a tuple, without a function in Python between.
-new_edge: Callable[[tuple[Node, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
-assert GradientEdge._fields == ("node", "output_nr", "ownership_token")
 
 _ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
 _RECEIVE: Any = RecvRpc._backward_cls

@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Recv, SendRpc
-from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, new_edge, survey
+from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
 from telegrad.autograd.reducers import Reduction, any_known, reducing
@@ -189,7 +189,7 @@ class Pass:
         came = self.gradients.get(source)
         if came is None:
             return sorted(self._plan.live.get(source, ())) if self._plan is not None else []
-        return sorted(came) if len(came) > 1 else list(came)
+        return sorted(came)
 
     def reached(self, job: Job) -> dict[Recv, set[int]]:
         """Which tensors of which messages get a gradient from this job, be it an undefined one.
@@ -247,16 +247,16 @@ class Pass:
                     continue
                 nodes = self.context.sends[source].parts
                 came: dict[int, Tensor | None] = self.gradients[source] if complete else {}
-                for part in came if len(came) == len(nodes) == 1 else self.live_parts(job, source):
+                for part in self.live_parts(job, source):
                     gradient = came.get(part)
                     if gradient is None:
                         gates.append(nodes[part])
-                        edges.append(new_edge((nodes[part], 0, None)))
+                        edges.append(GradientEdge(nodes[part], 0))
                         gradients.append(_NOTHING)
                     else:
                         node, output = nodes[part].next_functions[0]
                         assert node is not None
-                        edges.append(new_edge((node, output, None)))
+                        edges.append(GradientEdge(node, output))
                         gradients.append(gradient)
             if not complete:
                 _put_gates_last(job.unit, gates)

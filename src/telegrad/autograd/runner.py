@@ -16,7 +16,7 @@ from telegrad.agent.agent import Agent
 from telegrad.agent.failures import copy_of
 from telegrad.autograd.context import context_variable
 from telegrad.autograd.functions import ANCHOR, Recv, here
-from telegrad.autograd.graph import is_leaf_alone, new_edge
+from telegrad.autograd.graph import is_leaf_alone
 from telegrad.autograd.inquiry import nothing_came, too_late
 from telegrad.autograd.leaves import Leaves
 from telegrad.autograd.local_pass import Job
@@ -80,21 +80,19 @@ class Runner:
     def _take(self, turn: Turn) -> None:
         """Small units are faster one after the other, for under the GIL threads get in each other's way; after one that
         takes long, other threads get those that are left."""
-        sent: float | None = None
-        begun = 0.0
+        sent = time.monotonic()
         while turn.todo and turn.this.error is None:
             jobs = turn.next_jobs()
             if turn.letters and not jobs[0].unit.is_quick:
                 self._send(turn)
-            if turn.todo:  # else nothing waits for this one, and the clocks need not be asked
-                begun = time.thread_time()
-                sent = time.monotonic() if sent is None else sent
+            # A system call, so only where something waits for this unit; what comes up meanwhile goes by the other clock.
+            begun = time.thread_time() if turn.todo else None
             self._run(turn, jobs)
             self._agent.pool.progress()
-            if not turn.todo or sent is None:
+            if not turn.todo:
                 continue
             now = time.monotonic()
-            if time.thread_time() - begun > _LONG:
+            if (now - sent if begun is None else time.thread_time() - begun) > _LONG:
                 self._share(turn)
             elif now - sent > _LONG:
                 self._send(turn)
@@ -160,9 +158,7 @@ class Runner:
         if len(jobs) > 1:
             leaves = list(dict.fromkeys(leaf for job in jobs for leaf in job.unit.leaves))
             reached = {recv: parts for job in jobs for recv, parts in this.reached(job).items()}
-        wanted: list[Any] = []
-        for leaf in leaves:
-            wanted.append(new_edge((leaf, 0, None)))
+        wanted = [GradientEdge(leaf, 0) for leaf in leaves]
         if reached:
             wanted.append(_ANCHOR_EDGE)
         if not wanted:
@@ -265,13 +261,7 @@ class _Run:
         return self._runner.gradient_for(self._turn, self._job, message_id, part)
 
     def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
-        expected = len(self._reached[recv])
-        if expected == 1:
-            ready = {part: gradient}
-        else:
-            ready = self._ready.setdefault(recv, {})
-            ready[part] = gradient
-            if len(ready) < expected:
-                return
-            del self._ready[recv]
-        self._runner.emit(self._turn, recv, ready, self._at_once, self._alone)
+        ready = self._ready.setdefault(recv, {})
+        ready[part] = gradient
+        if len(ready) == len(self._reached[recv]):
+            self._runner.emit(self._turn, recv, self._ready.pop(recv), self._at_once, self._alone)

@@ -108,7 +108,7 @@ class References:
         self._make_handle = make_handle
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, Owned] = {}
-        self.dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        self._dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
         self._given_up: set[GlobalId] = set()
         self._lost: set[int] = set()
         agent.handlers[RemoteCall] = self._run_remote
@@ -153,11 +153,10 @@ class References:
 
     def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int, answered: bool) -> RRefFork:
         """For a message to ``to``; if that is to be ``answered``, the owner needs no fork of its own."""
-        receiver: Any = to  # a WorkerId; to say so at run time would be one more call
         with self._lock:
             if answered and fork_id is not None:
-                return self.ledger.lend_or_share(rref_id, fork_id, receiver)
-            return self.ledger.share(rref_id, fork_id, receiver)
+                return self.ledger.lend_or_share(rref_id, fork_id, WorkerId(to))
+            return self.ledger.share(rref_id, fork_id, WorkerId(to))
 
     def unshare(self, fork: RRefFork) -> None:
         self._obey(partial(self.ledger.unshare, fork))
@@ -184,19 +183,19 @@ class References:
             if instructions and not self.agent.closing:
                 self.agent.pool.submit((lambda orders, _: self._carry_out(orders), instructions, None))
             return
-        self.dropped.append((rref_id, fork_id))
+        self._dropped.append((rref_id, fork_id))
 
     def _now_and_then(self) -> float:
         """To wake a thread for each handle that goes would cost more than all the rest: a call takes it up, or this."""
-        if self.dropped:
+        if self._dropped:
             self.agent.pool.submit((lambda *_: self.let_go(), None, None))
-        return _DROP_SECONDS if self.ledger.holds_any() or self.dropped else math.inf
+        return _DROP_SECONDS if self.ledger.holds_any() or self._dropped else math.inf
 
     def let_go(self) -> None:
         """Takes up what was dropped."""
-        while self.dropped:
+        while self._dropped:
             try:
-                rref_id, fork_id = self.dropped.popleft()
+                rref_id, fork_id = self._dropped.popleft()
             except IndexError:
                 return  # another thread was faster
             if fork_id is None:
@@ -320,7 +319,7 @@ class References:
     @property
     def empty(self) -> bool:
         with self._lock:
-            return self.ledger.empty and not self._owned and not self.dropped
+            return self.ledger.empty and not self._owned and not self._dropped
 
     def wait_empty(self, timeout: float) -> bool:
         """For tests of leaks: whether all references are gone, given some time."""

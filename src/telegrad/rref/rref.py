@@ -127,12 +127,10 @@ class RRef(Generic[T]):
     # --- on its way -------------------------------------------------------------------------------------------
 
     def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
-        references = self._references
-        if references.worker.closed:
-            self._check_job()
-        if references.broken and self._fork_id is not None:
+        self._check_job()
+        if self._fork_id is not None:
             self._check_broken()
-        return references.share(self._rref_id, self._fork_id, to, answered)
+        return self._references.share(self._rref_id, self._fork_id, to, answered)
 
     def __telegrad_unshare__(self, fork: RRefFork) -> None:
         self._references.unshare(fork)

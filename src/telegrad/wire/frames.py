@@ -27,9 +27,6 @@ class Frame(NamedTuple):
     buffers: list[Any]
 
 
-_new = tuple.__new__  # what Frame(...) comes to, without a function in Python between
-
-
 def prefix(header_size: int, stream_size: int) -> bytes:
     return PREFIX.pack(MAGIC, header_size, stream_size)
 
@@ -78,13 +75,10 @@ class FrameReader:
             self._start = begin + header_size
             message = self._decode(self._memory[begin : self._start])
             if stream_size == 0:
-                frames.append(_new(Frame, (message, [])))
+                frames.append(Frame(message, []))
             elif not self._open(message, stream_size, frames):
                 break
-        if self._start == self._end and len(self._memory) == _CHUNK:
-            self._start = self._end = 0
-        else:
-            self._make_room(PREFIX.size)
+        self._make_room(PREFIX.size)
         return frames
 
     def _open(self, message: Message, stream_size: int, frames: list[Frame]) -> bool:

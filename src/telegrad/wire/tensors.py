@@ -110,9 +110,7 @@ DeviceMap = Callable[[torch.device], str | None]
 
 def pack(tensors: Sequence[Tensor], packed: Packed, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
     """Describes the tensors and puts their memory into ``packed``."""
-    if len(tensors) == 1:
-        return (_pack_one(tensors[0], packed, device_for),)
-    if all_apart(tensors):
+    if len(tensors) == 1 or all_apart(tensors):
         return tuple([_pack_one(tensor, packed, device_for) for tensor in tensors])
     shared = overlaps(tensors)
     return tuple(
@@ -131,7 +129,7 @@ def _flags(tensor: Tensor) -> int:
 
 
 def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMeta:
-    flags = _flags(tensor) if tensor.requires_grad or type(tensor) is not Tensor else 0
+    flags = _flags(tensor)
     # The hot path: numpy() refuses whatever is not plain memory, in one call instead of ten questions, each of which
     # costs 2 us when torch's code is not in the core's caches, as between two calls.
     try:
@@ -242,8 +240,6 @@ def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any], recorded: bool =
     ``recorded``: plain ones that require a gradient are left without, for whoever gives them a history.
     """
     storages: dict[int, Tensor] = {}
-    if len(metas) == 1:
-        return [_unpack_one(metas[0], buffers, storages, recorded)]
     return [_unpack_one(meta, buffers, storages, recorded) for meta in metas]
 
 

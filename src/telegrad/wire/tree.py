@@ -60,7 +60,7 @@ class TreeWriter:
         kind = type(value)
         if kind in _SCALARS:
             return value
-        if kind is Tensor:
+        if kind is Tensor:  # these two come with every call, and are not looked up
             return [_TENSOR, self.tensor(value)]
         if kind is tuple:
             return self.items(_TUPLE, value)
@@ -74,13 +74,7 @@ class TreeWriter:
     def items(self, tag: int, values: Iterable[Any]) -> list[Any]:
         node: list[Any] = [tag]
         for value in values:
-            kind = type(value)
-            if kind in _SCALARS:
-                node.append(value)
-            elif kind is Tensor:
-                node.append([_TENSOR, self.tensor(value)])
-            else:
-                node.append(self.write(value))
+            node.append(value if type(value) in _SCALARS else self.write(value))
         return node
 
     def mutable(self, tag: int, value: Any, values: Iterable[Any]) -> list[Any]:
@@ -125,15 +119,8 @@ class TreeReader:
         return reader(self, node)
 
     def items(self, node: list[Any]) -> list[Any]:
-        values: list[Any] = []
-        for part in node[1:]:
-            if type(part) is not list:
-                values.append(part)
-            elif len(part) == 2 and part[0] == _TENSOR:
-                values.append(self.tensors[part[1]])
-            else:
-                values.append(self.read(part))
-        return values
+        read = self.read
+        return [read(part) if type(part) is list else part for part in node[1:]]
 
 
 def _read_dict(reader: TreeReader, node: list[Any]) -> dict[Any, Any]:

@@ -65,8 +65,7 @@ def pack(
         tree = writer.write(value)
         if len(encode_tree(tree)) > MAX_HEADER // 2:
             raise NotPlain  # the header has no room for it; a pickle goes beside the header
-        metas = pack_tensors(writer.tensors, packed, route.device_for) if writer.tensors else ()
-        extra = route.outgoing(route.to, writer.tensors) if route.outgoing is not None else None
+        metas, extra = _pack_tensors(writer.tensors, packed, route)
         pickle_index = -1
     except (NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
@@ -81,8 +80,7 @@ def pack(
         writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
         pickle_index = packed.add(data)
         pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
-        metas = pack_tensors(writer.tensors, packed, route.device_for) if writer.tensors else ()
-        extra = route.outgoing(route.to, writer.tensors) if route.outgoing is not None else None
+        metas, extra = _pack_tensors(writer.tensors, packed, route)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
     rrefs: tuple[RRefFork, ...] = ()
     lent: Sequence[Reference] = ()
@@ -107,16 +105,15 @@ class Bundle:
 
     def add(self, tensors: list[Tensor]) -> None:
         """Only the first may have tensors that need a gradient."""
-        route = self._route
         try:
             for tensor in tensors:
                 if type(tensor) is not Tensor and not in_table(tensor):
                     raise NotInTable
-            self._metas += pack_tensors(tensors, self._packed, route.device_for)
+            self._metas += pack_tensors(tensors, self._packed, self._route.device_for)
         except NotInTable:
             raise SerializationError("a tensor among them can only go through pickle") from None
-        if self._recorded and route.outgoing is not None:
-            extra = route.outgoing(route.to, tensors)
+        if self._recorded and self._route.outgoing is not None:
+            extra = self._route.outgoing(self._route.to, tensors)
             self._extra = self._extra or extra
 
     @property
@@ -141,6 +138,11 @@ def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFo
             reference.__telegrad_unshare__(fork)
         raise
     return tuple(forks)
+
+
+def _pack_tensors(tensors: list[Tensor], packed: Packed, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
+    metas = pack_tensors(tensors, packed, route.device_for) if tensors else ()
+    return metas, route.outgoing(route.to, tensors) if route.outgoing is not None else None
 
 
 def unpack(
