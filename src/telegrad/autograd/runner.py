@@ -85,7 +85,7 @@ class Runner:
             jobs = turn.next_jobs()
             if turn.letters and not jobs[0].unit.is_quick:
                 self._send(turn)
-            # A system call, so only where something waits for this unit; what comes up meanwhile goes by the wall clock.
+            # A system call, so only where something waits for this unit; what comes up in it goes by the wall clock.
             begun = time.thread_time() if turn.todo else None
             self._run(turn, jobs)
             self._agent.pool.progress()
