@@ -51,7 +51,7 @@ class Worker:
         self,
         me: WorkerRecord,
         options: AgentOptions,
-        dial: Callable[[Agent, Peer], Link],
+        dial: Callable[[Agent, Peer, float], Link],
         make_route: Callable[[WorkerRecord], Route],
     ) -> None:
         self._timeout = options.timeout
@@ -82,12 +82,12 @@ class Worker:
         route.outgoing = self.autograd.attach.outgoing
         return self.agent.add_peer(record, route)
 
-    def _dial_peer(self, agent: Agent, peer: Peer) -> Link:
+    def _dial_peer(self, agent: Agent, peer: Peer, timeout: float) -> Link:
         if peer.id == self.id:
             here, there = connect(agent, agent, Direct())
             peer.accepted.add(there)
             return here
-        return self._dial(agent, peer)
+        return self._dial(agent, peer, timeout)
 
     def start(self) -> None:
         self.agent.start()

@@ -11,6 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,17 +23,19 @@ from telegrad.agent.clock import Clock
 from telegrad.agent.failures import failure_of
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
+from telegrad.agent.liveness import Liveness
 from telegrad.agent.mail import Mail
 from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool
-from telegrad.agent.pulse import Pulse
 from telegrad.agent.spin import CORES
-from telegrad.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from telegrad.errors import ProtocolError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.wire import values
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import (
+    FROM_DIALLED,
+    FROM_DIALLER,
     Body,
     Call,
     Failure,
@@ -41,8 +44,6 @@ from telegrad.wire.messages import (
     Message,
     Note,
     NoteAck,
-    Ping,
-    Pong,
     RemoteCall,
     Reply,
     Taken,
@@ -52,6 +53,8 @@ log = logging.getLogger("telegrad.agent")
 
 _TRIM_SECONDS = 30.0
 _GOODBYE_SECONDS = 2.0
+_CONNECT_SECONDS = 60.0  # for a call without a deadline
+_TICK_SECONDS = 1.0
 
 Handler = Callable[[Link, Frame], None]
 
@@ -70,7 +73,7 @@ class Agent:
         self,
         me: WorkerRecord,
         options: AgentOptions,
-        dial: Callable[[Agent, Peer], Link],
+        dial: Callable[[Agent, Peer, float], Link],
         on_thread_start: Callable[[], None] = lambda: None,
     ) -> None:
         self.me = me
@@ -95,7 +98,7 @@ class Agent:
         self._peers: dict[int, Peer] = {}
         self._names: dict[str, Peer] = {}
         self._next_trim = 0.0
-        self.pulse = Pulse(options.heartbeat, self.pool, self.link_broken)
+        self.liveness = Liveness(options.heartbeat, self.link_broken)
         self._clock = Clock(me.name, self._tick)
         self.mail = Mail(self.peer, self.link_to, self.bodies, self.pool, self._clock, options.note_pause)
 
@@ -120,46 +123,70 @@ class Agent:
             raise UnknownWorkerError(f"no worker {to!r} in this job; it has {known}")
         return peer
 
+    def knows(self, worker_id: int) -> bool:
+        return worker_id in self._peers
+
     @property
     def peers(self) -> list[Peer]:
         return list(self._peers.values())
 
-    def link_to(self, peer: Peer) -> Link:
-        """The link for our calls to a peer, dialled when first needed."""
+    def link_to(self, peer: Peer, deadline: float = math.inf) -> Link:
+        """The link for our calls to a peer, dialled when first needed, again and again until the deadline.
+
+        A peer that cannot be reached in time is not lost: the next call tries again.  A peer is lost when its host says
+        that nothing listens there any more.
+        """
         link = peer.link
         if link is not None:
             return link
         if peer.state is not PeerState.KNOWN:
             raise self._gone(peer)
-        with peer.dialling:
-            if peer.state is not PeerState.KNOWN:
-                raise self._gone(peer)
-            if peer.link is None:
+        with self.pool.blocked() if self.pool.runs_here() else nullcontext():
+            return self._dial_until(peer, min(deadline, time.monotonic() + _CONNECT_SECONDS))
+
+    def _dial_until(self, peer: Peer, deadline: float) -> Link:
+        started, pause = time.monotonic(), 0.05
+        if not peer.dialling.acquire(timeout=max(deadline - started, 0.0)):
+            raise RpcTimeoutError(f"worker {peer.name!r}: no connection within {deadline - started:.1f} s")
+        try:
+            while peer.state is PeerState.KNOWN and peer.link is None:
                 try:
-                    link = self._dial(self, peer)
-                except (ConnectionError, FileNotFoundError, RpcTimeoutError) as error:  # silent is lost, here as later
+                    link = self._dial(self, peer, max(deadline - time.monotonic(), 0.001))
+                except (ConnectionRefusedError, FileNotFoundError) as error:
                     self.peer_gone(peer, PeerState.LOST, f"cannot connect to it: {error}")
                     raise self._gone(peer) from error
+                except (ConnectionError, RpcTimeoutError) as error:
+                    if time.monotonic() + pause >= deadline:
+                        raise RpcTimeoutError(
+                            f"worker {peer.name!r}: no connection within {deadline - started:.1f} s: {error}"
+                        ) from error
+                    time.sleep(pause)
+                    pause = min(2 * pause, 1.0)
+                    continue
                 peer.dialled(link)
-                self._greet(peer, link)
-            if peer.link is None:  # it broke at once
+                self._adopt(peer, link)
+                break
+            if peer.link is None:  # it broke at once, or the peer went meanwhile
                 raise self._gone(peer)
             return peer.link
+        finally:
+            peer.dialling.release()
 
     def accepted(self, link: Link) -> None:
         """A peer has dialled us."""
         peer = self.peer(link.peer_id)
         peer.accepted.add(link)
-        self._greet(peer, link)
+        self._adopt(peer, link)
 
-    def _greet(self, peer: Peer, link: Link) -> None:
-        """Tells the peer when we can read its slabs, so that it may lay big buffers there for us."""
+    def _adopt(self, peer: Peer, link: Link) -> None:
+        """Tells the peer when we can read its slabs, so that it may lay big buffers there for us.
+
+        Only on a Unix socket, where the kernel says which process is at the other end: what a peer on another host says
+        of a process here would let it read the memory of that process.
+        """
+        self.liveness.adopt(link)
         record = peer.record
-        if (
-            record.host == self.me.host
-            and peer.id != self.me.worker_id
-            and lane.can_read(record.pid, record.lane_fd, record.lane_word)
-        ):
+        if link.pid is not None and lane.can_read(link.pid, record.lane_fd, record.lane_word):
             link.send(LaneOpen())
 
     def _gone(self, peer: Peer, unanswered: str = "") -> WorkerLostError:
@@ -181,18 +208,19 @@ class Agent:
         notice: Callable[[Exception | None], None] | None = None,
     ) -> Waiting[Ticket]:
         """Sends a request.  ``message`` makes it from its id and body; ``notice`` is told of the outcome."""
-        link = self.link_to(peer)
+        now = time.monotonic()
+        link = peer.link or self.link_to(peer, now + timeout if timeout > 0 else math.inf)
         parcel = self.bodies.pack(peer, link, value, answered=True)
         ticket = Ticket(link, future, notice)
         try:
-            waiting = self.calls.start(link.peer_id, what, time.monotonic(), timeout, ticket)
+            waiting = self.calls.start(link.peer_id, what, now, timeout, ticket)
             self.started_calls += 1
             if parcel.lent:
                 self._lent[waiting.call_id] = link, parcel.lent
             self._clock.wake_before(waiting.deadline)
             if future is not None:
                 future._help = partial(self._help_future, waiting)
-            link.send(message(waiting.call_id, parcel.body), parcel.stream)
+            link.send(message(waiting.call_id, parcel.body), parcel.stream, deadline=waiting.deadline)
         except BaseException:
             self._forget_call(peer, ticket)
             raise
@@ -220,10 +248,17 @@ class Agent:
     def arrived(self, link: Link, frames: Iterable[Frame]) -> Sequence[Work]:
         """Settles the calls that wait, at once; what may block or run user code is left to the caller."""
         work: list[Work] = []
+        allowed = FROM_DIALLED if link.dialled else FROM_DIALLER
         for frame in frames:
             message = frame.message
             kind = type(message)
+            if kind not in allowed:
+                dialler = "this worker" if link.dialled else "the peer"
+                raise ProtocolError(f"it sent a {kind.__name__} on a connection that {dialler} made")
             if kind is Reply or kind is Failure:
+                asked = self.calls.find(message.call_id)  # type: ignore[union-attr]
+                if asked is not None and asked.ticket.link is not link:
+                    raise ProtocolError("it answered a call that was made to another worker")
                 waiting = self.calls.finish(message.call_id)  # type: ignore[union-attr]
                 if self._lent:
                     self._lent.pop(message.call_id, None)  # type: ignore[union-attr]
@@ -236,7 +271,7 @@ class Agent:
             elif kind is NoteAck:
                 self.mail.acknowledged(link, message)  # type: ignore[arg-type]
             elif kind is LaneOpen:
-                link.lane_open = True
+                link.lane_open = link.pid is not None
             elif kind is Goodbye:
                 self._peer_left(link)  # at once: the end of the connection may be seen next, and is no loss then
             elif kind is Call or kind is RemoteCall:
@@ -247,16 +282,9 @@ class Agent:
                     self.mail.take(link, frame)
                 else:
                     work.append((self.mail.take, link, frame))
-            elif kind is not Pong:
-                work.append((self._handle, link, frame))
+            else:
+                work.append((self.handlers[kind], link, frame))
         return work
-
-    def _handle(self, link: Link, frame: Frame) -> None:
-        kind = type(frame.message)
-        if kind is Ping:
-            link.send(Pong())
-        else:
-            self.handlers[kind](link, frame)
 
     # --- answers ------------------------------------------------------------------------------------------------
 
@@ -349,7 +377,7 @@ class Agent:
                 self.pool.submit(work)
 
     def _tick(self, now: float) -> float:
-        """Deadlines, repeats and heartbeats; returns when it wants to be called again."""
+        """Deadlines, repeats and dead peers; returns when it wants to be called again."""
         for waiting in self.calls.expire(now):
             work = self.outcomes.settle(waiting.ticket, self.outcomes.timed_out(waiting))
             if work is not None:
@@ -357,11 +385,14 @@ class Agent:
         self.mail.tick(now)
         self.bodies.give_back()
         again_in = self.now_and_then()
-        self.pulse.look(now, [peer for peer in self.peers if peer.id != self.me.worker_id])
+        others = [peer for peer in self.peers if peer.id != self.me.worker_id]
+        self.liveness.look(others)
+        for link in [link for peer in others for link in peer.links if link.has_posted()]:
+            self.pool.submit((lambda link, _: link.flush(0.0), link, None))
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
             self.bodies.trim()
-        pause = min(self.options.heartbeat / 4, 1.0, *(peer.record.heartbeat / 4 or 1.0 for peer in self.peers))
+        pause = _TICK_SECONDS
         if self.mail.unacknowledged:
             pause = min(pause, self.options.note_pause)
         pause = min(pause, again_in)
@@ -389,6 +420,7 @@ class Agent:
             self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
             self._fail_calls(peer)
         self.pool.close(timeout)
+        self.liveness.close()
         self.bodies.shelf.close()
         for act, ticket, _ in self.pool.drain():
             if act == self.outcomes.complete:  # it came in the last moment, and somebody may wait for the future

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer
-from telegrad.errors import TelegradError, WorkerLostError
+from telegrad.errors import ProtocolError, TelegradError, WorkerLostError
 from telegrad.transport.buffers import BufferPool, Loans
 from telegrad.transport.lane import LANE_LIMIT, Shelf, Slab, Window
 from telegrad.wire import codec, values
@@ -40,7 +40,7 @@ class Bodies:
         self.buffers = BufferPool()
         self.shelf = Shelf(word)
         self.incoming: Incoming | None = None
-        self.make_reference: Callable[[RRefFork], Any] = _no_references
+        self.make_reference: Callable[[RRefFork, int], Any] = _no_references  # with the sender's id
         self._allow_pickle = allow_pickle
         self._windows: dict[int, Window] = {}
         self._borrowed: Loans[_Borrowed] = Loans()
@@ -84,7 +84,7 @@ class Bodies:
         """The value of a body, and the scope in which the incoming interceptor wants it used."""
         scope = None
         incoming = self.incoming if body.extra is not None else None
-        rrefs = [self.make_reference(fork) for fork in body.rrefs] if body.rrefs else []
+        rrefs = [self.make_reference(fork, link.peer_id) for fork in body.rrefs] if body.rrefs else []
         buffers: Sequence[Any] = body.buffers
         for buffer in buffers:
             if type(buffer) is not bytearray:  # else all came inside the header, as most small ones do
@@ -100,11 +100,15 @@ class Bodies:
         shared = [buffer for buffer in body.buffers if type(buffer) is InPeer]
         if not shared:
             return []
+        if link.pid is None:
+            raise ProtocolError(
+                f"worker {self._peer(link.peer_id).name!r} names shared memory, but is not on this host"
+            )
         self.give_back()
         peer = self._peer(link.peer_id)
         window = self._windows.get(peer.id)
         if window is None:
-            window = self._windows[peer.id] = Window(peer.record.pid, peer.record.lane_word)
+            window = self._windows[peer.id] = Window(link.pid, peer.record.lane_word)
         views: list[Any] = []
         now = time.monotonic()
         for buffer in shared:
@@ -130,7 +134,7 @@ class Bodies:
             if type(buffer) is InPeer:
                 link.post(Taken(buffer.slab))
         for fork in body.rrefs:
-            self.make_reference(fork)
+            self.make_reference(fork, link.peer_id)
 
     def trim(self) -> None:
         """Called now and then: what was not used for a while goes back to the system, or to its present user."""
@@ -144,5 +148,5 @@ class Bodies:
             window.trim()
 
 
-def _no_references(fork: RRefFork) -> Any:
+def _no_references(fork: RRefFork, sender: int) -> Any:
     raise TelegradError("a reference came to a worker that has no references")

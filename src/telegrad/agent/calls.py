@@ -46,6 +46,9 @@ class Calls(Generic[T]):
         waiting = self._waiting[call_id] = Waiting(call_id, to, what, now, deadline, ticket)
         return waiting
 
+    def find(self, call_id: int) -> Waiting[T] | None:
+        return self._waiting.get(call_id)
+
     def finish(self, call_id: int) -> Waiting[T] | None:
         """An answer came; None when nobody waits for it any more."""
         return self._waiting.pop(call_id, None)

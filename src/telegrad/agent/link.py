@@ -7,11 +7,12 @@ That lets a thread that waits for its answer read the socket itself, with no thr
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from telegrad.agent.backlog import Work
@@ -26,30 +27,38 @@ from telegrad.wire.messages import Message
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256
 _LONGEST_NAP = 1.0  # seconds: a link that another thread closed is noticed after this at the latest
-_PIECE = 4 << 20  # of a big message: should take less than a heartbeat, even on a slow line
 
 
 class Link(Protocol):
     """What the agent asks of a way to a peer."""
 
-    peer_id: int
+    peer_id: int  # authenticated: see ``rpc.network``
     dialled: bool  # by this side
-    last_heard: float  # when the peer, or its host, last gave a sign of life
-    pinged: float  # when we last asked for one
+    pid: int | None  # the peer's process, where the kernel vouches for it: on a Unix socket
     brings_calls: bool  # and not only notes: a thread that served one looks out for the next
     lane_open: bool  # the peer can read our slabs
     held: dict[int, Any]  # the slabs that the peer has not given back, by number
 
-    def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
-        """Sends a message; with ``more``, perhaps together with those that will follow in a moment."""
+    def send(
+        self,
+        message: Message,
+        stream: Sequence[memoryview] = (),
+        more: bool = False,
+        deadline: float = math.inf,
+    ) -> None:
+        """Sends a message; with ``more``, perhaps together with those that will follow in a moment.
+
+        While the peer reads nothing, a message with a ``stream`` blocks until the deadline; then, and without a stream
+        at once, another thread goes on with it.
+        """
 
     def post(self, message: Message) -> None:
         """Sends a message along with the next one, or when ``flush`` is called."""
 
     def has_posted(self) -> bool: ...
 
-    def flush(self) -> None:
-        """Sends what waits."""
+    def flush(self, deadline: float = math.inf) -> None:
+        """Sends what waits; see ``send`` for the deadline."""
 
     def help_read(self, done: Callable[[], bool], deadline: float, look: bool = True) -> bool:
         """Reads on the calling thread until ``done``; False at once if another thread reads (or none needs to).
@@ -65,6 +74,9 @@ class Link(Protocol):
 
     def take(self, done: Callable[[], bool]) -> Sequence[Work] | None:
         """What comes within moments, for the caller to run; None if nothing does."""
+
+    def host_is_silent(self, seconds: float) -> bool:
+        """Whether the peer's host does not respond (``transport.base.Stream``)."""
 
     def close(self) -> None: ...
 
@@ -89,11 +101,11 @@ class StreamLink:
         pool: Pool,
         events: LinkEvents,
         allocate: Callable[[int], Any],
+        pid: int | None = None,
     ) -> None:
         self.peer_id = peer_id
         self.dialled = dialled
-        self.last_heard = time.monotonic()
-        self.pinged = 0.0
+        self.pid = pid
         self.brings_calls = False
         self.lane_open = False
         self.held: dict[int, Any] = {}
@@ -111,7 +123,7 @@ class StreamLink:
         self._sending = threading.RLock()
         self._sends_here: Callable[[], bool] = self._sending._is_owned  # type: ignore[attr-defined]
         self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
-        self._spin = Spin(moves=dialled, running=pool.running)
+        self._spin = Spin(pool.running)
         self._visitor = 0  # the thread, none of the pool's, that read here last
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
@@ -123,13 +135,19 @@ class StreamLink:
 
     # --- sending ------------------------------------------------------------------------------------------------
 
-    def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
+    def send(
+        self,
+        message: Message,
+        stream: Sequence[memoryview] = (),
+        more: bool = False,
+        deadline: float = math.inf,
+    ) -> None:
         """A broken link is reported to the agent, not raised."""
         header = codec.encode(message)
         size = sum(len(buffer) for buffer in stream) if stream else 0
         self._outbox.append((prefix(len(header), size) + header, stream))
         if not (more and len(self._outbox) < _CORKED_MOST and self._pool.cork(self)):
-            self.flush()
+            self.flush(deadline if stream else 0.0)
 
     def post(self, message: Message) -> None:
         header = codec.encode(message)
@@ -138,46 +156,49 @@ class StreamLink:
     def has_posted(self) -> bool:
         return bool(self._outbox)
 
-    def flush(self) -> None:
+    def flush(self, deadline: float = math.inf) -> None:
         """Sends all that waits, or leaves it to the thread that is sending just now.
 
         That may be this very thread, interrupted by a signal handler.  What an interrupted thread leaves behind goes
-        out with the next message, or when the clock comes by.
+        out with the next message, or when the clock comes by.  What the peer has not taken by the deadline is left to a
+        thread of the pool, which waits for it.
         """
         while self._outbox and not self._sends_here():
             try:
                 if not self._sending.acquire(blocking=False):
                     return
-                self._send_all()
+                all_sent = self._send_all(deadline)
                 self._sending.release()
             except BaseException:
                 _release(self._sending)
                 raise
+            if not all_sent:
+                self._pool.submit((_flush_and_wait, self, self._pool))
+                return
 
-    def _send_all(self) -> None:
+    def _send_all(self, deadline: float) -> bool:
         outbox = self._outbox
         try:
             while outbox:
                 head, stream = outbox.popleft()
-                if stream:
-                    for piece in _pieces([head, *stream]):
-                        self._stream.send(piece)
-                        # The peer's host takes our bytes; the peer itself cannot answer a ping before it has them all.
-                        self.last_heard = time.monotonic()
-                    continue
-                if outbox:
+                buffers: Sequence[bytes | memoryview] = (head, *stream) if stream else (head,)
+                if outbox and not stream:
                     parts, size = [head], len(head)
                     while outbox and not outbox[0][1] and size < _JOIN_BELOW:
                         part = outbox.popleft()[0]
                         parts.append(part)
                         size += len(part)
-                    head = b"".join(parts)
-                self._stream.send((head,))
+                    buffers = (b"".join(parts),)
+                rest = self._stream.send(buffers, deadline)
+                if rest:
+                    outbox.appendleft((b"", rest))
+                    return False
         except OSError as error:
             self._break(f"sending failed: {error}")
         except BaseException:
             self._break("the sending thread was interrupted")  # perhaps after half a frame
             raise
+        return True
 
     # --- receiving ----------------------------------------------------------------------------------------------
 
@@ -299,7 +320,6 @@ class StreamLink:
                 if count == 0:
                     self._break("the connection was closed")
                     return work
-                self.last_heard = time.monotonic()
                 frames = reader.advance(count)
                 self._midway = self._drain  # TLS may have more, which no poll would see
                 if frames:
@@ -323,6 +343,9 @@ class StreamLink:
     def _break(self, reason: str) -> None:
         if self._shut():
             self._events.link_broken(self, reason)
+
+    def host_is_silent(self, seconds: float) -> bool:
+        return self._stream.host_is_silent(seconds)
 
     def close(self) -> None:
         self._shut()
@@ -357,20 +380,7 @@ def _release(lock: threading.RLock) -> None:
         pass
 
 
-def _pieces(buffers: Sequence[bytes | memoryview]) -> Iterator[Sequence[bytes | memoryview]]:
-    """The same bytes, a few megabytes at a time."""
-    if sum(map(len, buffers)) <= _PIECE:
-        yield buffers
-        return
-    piece: list[bytes | memoryview] = []
-    room = _PIECE
-    for buffer in buffers:
-        rest = memoryview(buffer)
-        while rest:
-            piece.append(rest[:room])
-            rest, room = rest[room:], room - len(piece[-1])
-            if not room:
-                yield piece
-                piece, room = [], _PIECE
-    if piece:
-        yield piece
+def _flush_and_wait(link: StreamLink, pool: Pool) -> None:
+    """On a thread of the pool, which does not count as running while the peer reads nothing."""
+    with pool.blocked():
+        link.flush()

@@ -16,6 +16,7 @@ from telegrad.agent.notes import Inbox, Outbox
 from telegrad.agent.peers import Peer, PeerState
 from telegrad.agent.pool import Pool
 from telegrad.errors import TelegradError, WorkerLostError
+from telegrad.transport.refusals import RefusalLog
 from telegrad.wire import values
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Note, NoteAck, NotePayload
@@ -52,6 +53,7 @@ class Mail:
         self._outbox = Outbox(first_pause)
         self._inbox = Inbox()
         self.acks_due = math.inf  # when what is to be acknowledged has waited long enough
+        self._refusals = RefusalLog(log, "messages")
 
     # --- what goes out ------------------------------------------------------------------------------------------
 
@@ -140,7 +142,11 @@ class Mail:
             self.acks_due = time.monotonic() + _ACK_SECONDS
             self._clock.wake_before(self.acks_due)
         if first:
-            self.handlers[type(note.payload)](link.peer_id, note.payload, open_value)
+            try:
+                self.handlers[type(note.payload)](link.peer_id, note.payload, open_value)
+            except TelegradError as error:  # a peer says what it must not, or nonsense
+                kind, name = type(note.payload).__name__, self._peer(link.peer_id).name
+                self._refusals.add(f"a {kind} from worker {name!r}", str(error))
             if not opened and note.body.buffers:
                 self._bodies.discard(link, note.body)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from telegrad.agent.pool import Pool
+from telegrad.errors import ProtocolError
 from telegrad.wire import codec
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Message
@@ -34,8 +35,7 @@ class MemoryLink:
     def __init__(self, peer_id: int, dialled: bool, agent: Any, pool: Pool, carrier: Carrier) -> None:
         self.peer_id = peer_id
         self.dialled = dialled
-        self.last_heard = math.inf  # nobody is silent in here
-        self.pinged = 0.0
+        self.pid: int | None = None
         self.brings_calls = False
         self.lane_open = False
         self.held: dict[int, Any] = {}
@@ -45,7 +45,13 @@ class MemoryLink:
         self._twin: MemoryLink | None = None
         self._closed = False
 
-    def send(self, message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
+    def send(
+        self,
+        message: Message,
+        stream: Sequence[memoryview] = (),
+        more: bool = False,
+        deadline: float = math.inf,
+    ) -> None:
         twin = self._twin
         if self._closed or twin is None:
             return
@@ -59,14 +65,19 @@ class MemoryLink:
     def has_posted(self) -> bool:
         return False
 
-    def flush(self) -> None:
+    def flush(self, deadline: float = math.inf) -> None:
         pass
 
     def _take(self, header: bytes, buffers: list[bytes]) -> None:
         if self._closed:
             return
         frame = Frame(codec.decode(header), [bytearray(buffer) for buffer in buffers])
-        work = self._agent.arrived(self, (frame,))
+        try:
+            work = self._agent.arrived(self, (frame,))
+        except ProtocolError as error:
+            self.close()
+            self._agent.link_broken(self, str(error))
+            return
         if work:
             self._pool.submit_all(work)
 
@@ -81,6 +92,9 @@ class MemoryLink:
 
     def take(self, done: Callable[[], bool]) -> None:
         return None
+
+    def host_is_silent(self, seconds: float) -> bool:
+        return False
 
     def close(self) -> None:
         """The other end notices, as it would on a socket."""

@@ -161,7 +161,7 @@ class Outcomes:
         seconds = waiting.deadline - waiting.started
         return RpcTimeoutError(
             f"{waiting.what} on worker {self._name_of(waiting.to)!r} got no answer within {seconds:g} s. "
-            "It may still run there; give the call a longer timeout, or timeout=0 for none."
+            f"{_alive(waiting.ticket.link)}; give the call a longer timeout, or timeout=0 for none."
         )
 
     def complete(self, ticket: Ticket, _: Any) -> None:
@@ -206,3 +206,9 @@ class Outcomes:
         message = frame.message
         assert isinstance(message, Reply | Failure)
         self._discard_body(link, message.body)
+
+
+def _alive(link: Link) -> str:
+    if link.host_is_silent(_MOMENT):
+        return "Its host does not respond at the moment"
+    return "Its process and host are alive, so it is busy or stopped, and the call may still run there"

@@ -22,14 +22,14 @@ class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
     worker_id: int
     name: str
     pid: int = 0
-    host: str = ""  # equal on two workers that share a kernel and a network namespace
+    host: str = ""  # equal on two workers that share a kernel, a network namespace and a namespace of processes
     addresses: tuple[Address, ...] = ()
     lane_fd: int = -1
     lane_word: bytes = b""
     main: str = ""  # the program that runs as __main__
     allow_pickle: bool = True
-    heartbeat: float = 0.0  # seconds of silence that it puts up with; 0: any
     world_size: int = 0  # how many workers it expects; 0: any number
+    nonce: bytes = b""  # random, drawn by the worker for this join
 
 
 class PeerState(enum.Enum):

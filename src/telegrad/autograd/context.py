@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad.errors import UnknownWorkerError, UsageError
-from telegrad.ids import GlobalId
+from telegrad.ids import PassId, random_bits
 
 _WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
 _REMEMBERED = 4096  # ended contexts whose late messages are recognised
@@ -44,7 +44,7 @@ class Context:
         self.recvs = 0
         self.origin: int | None = None  # who told this worker first; it is told by others when the context ends
         self.workers: set[int] = set()  # whom this worker told of the context
-        self.passes: dict[GlobalId, Any] = {}  # those that this worker takes part in; None: it has failed
+        self.passes: dict[PassId, Any] = {}  # those that this worker takes part in; None: it has failed
         self.floors: dict[int, int] = {}  # by root: its passes below that number are over, or have failed
         self.graph: tuple[set[Node], set[Node]] | None = None  # the tops and all nodes of a big one
         self._leaves: dict[int, Tensor] = {}  # by id: as keys, tensors cost 0.2 us for each look
@@ -114,6 +114,10 @@ def add_up(one: Tensor, other: Tensor) -> Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
+def _random_number() -> int:
+    return random_bits(_WORKER_SHIFT - 1)
+
+
 context_variable: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
 
 current_context: Callable[[], Context | None] = context_variable.get
@@ -137,23 +141,35 @@ class Scope:
 class Registry:
     """The contexts that one worker knows."""
 
-    def __init__(self, worker: int) -> None:
+    def __init__(self, worker: int, guessable: bool = True) -> None:
+        """``guessable``: context ids count up.  Otherwise they are random, so that only workers that a context reached
+        can name it."""
         self._worker = worker
-        self._numbers = itertools.count()
+        self._numbers: Callable[[], int] = itertools.count().__next__ if guessable else _random_number
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
-        self._ended: OrderedDict[int, None] = OrderedDict()  # the last ones, oldest first
+        # By the worker that said so, the last contexts that ended, oldest first.  Each has a memory of its own, so that
+        # no worker can make this one forget what another said.
+        self._ended: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     def new(self) -> Context:
-        context = Context((self._worker << _WORKER_SHIFT) | next(self._numbers))
+        context = Context((self._worker << _WORKER_SHIFT) | self._numbers())
         with self._lock:
             self._known[context.id] = context
         return context
 
+    def _has_ended(self, context_id: int, sender: int | None = None) -> bool:
+        """Whether its creator said so, or that worker."""
+        said = self._ended
+        creator = context_id >> _WORKER_SHIFT
+        return (creator in said and context_id in said[creator]) or (
+            sender is not None and sender in said and context_id in said[sender]
+        )
+
     def join(self, context_id: int, sender: int) -> Context | None:
         """The context of a message that came, known from now on; None if it has ended."""
         with self._lock:
-            if context_id in self._ended or context_id >> _WORKER_SHIFT == self._worker:
+            if self._has_ended(context_id, sender) or context_id >> _WORKER_SHIFT == self._worker:
                 return None
             if context_id not in self._known:
                 self._known[context_id] = Context(context_id)
@@ -173,7 +189,7 @@ class Registry:
         if context is not None:
             return context
         creator = context_id >> _WORKER_SHIFT
-        if creator == self._worker or context_id in self._ended:
+        if creator == self._worker or self._has_ended(context_id):
             raise UsageError(
                 f"no context {context_id}: it has ended, or never was. Work with it inside its `with` block"
             )
@@ -193,16 +209,27 @@ class Registry:
 
     def check(self, context_id: int) -> None:
         """Raises UsageError if a context has ended, as far as is known here."""
-        if context_id not in self._known and (context_id in self._ended or context_id >> _WORKER_SHIFT == self._worker):
+        creator = context_id >> _WORKER_SHIFT
+        if context_id not in self._known and (creator == self._worker or self._has_ended(context_id)):
             raise UsageError(f"context {context_id} has ended: work with it inside its `with` block")
 
-    def drop(self, context_id: int) -> Context | None:
-        """Forgets a context; None if it is not known (any more)."""
+    def drop(self, context_id: int, by: int | None = None) -> Context | None:
+        """Forgets a context; None if it is not known (any more).
+
+        ``by``: the worker that says that it has ended.  Only its creator and the worker that told this one of it may
+        say so.  A message of that worker may still wait for a thread here, so what it said is remembered even if the
+        context is not known yet.
+        """
+        creator = context_id >> _WORKER_SHIFT
         with self._lock:
-            context = self._known.pop(context_id, None)
-            self._ended[context_id] = None
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
+            context = self._known.get(context_id)
+            if context is not None and by not in (None, creator, context.origin):
+                return None
+            self._known.pop(context_id, None)
+            ended = self._ended[creator if by is None else by]
+            ended[context_id] = None
+            if len(ended) > _REMEMBERED:
+                ended.popitem(last=False)
         if context is not None:
             context.ended = True
         return context

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from telegrad.errors import ProtocolError
+
 
 class Answer(NamedTuple):
     """Tell that worker that all that so many messages of its caused is done, but for ``owed`` messages back to it."""
@@ -57,6 +59,8 @@ class Diffusion:
         return True
 
     def answered(self, by: int, messages: int, owed: int) -> None:
+        if not 0 < messages <= self._unanswered.get(by, 0) or owed < 0:
+            raise ProtocolError(f"it answered {messages} messages, of {self._unanswered.get(by, 0)} that wait for it")
         _count(self._unanswered, by, -messages)
         if owed:
             _count(self._owed, by, owed)

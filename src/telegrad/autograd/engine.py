@@ -39,8 +39,8 @@ from telegrad.autograd.passes import Notes, Pass
 from telegrad.autograd.reducers import watch
 from telegrad.autograd.runner import Runner
 from telegrad.autograd.turn import unpack
-from telegrad.errors import TelegradError, WorkerLostError
-from telegrad.ids import GlobalId
+from telegrad.errors import ProtocolError, TelegradError, WorkerLostError
+from telegrad.ids import PassId, random_bits
 from telegrad.wire.messages import (
     Discover,
     DropContext,
@@ -59,6 +59,8 @@ from telegrad.wire.values import EMPTY_PARCEL
 
 log = logging.getLogger("telegrad.autograd")
 
+_TOKEN_BITS = 63
+
 Open = Callable[[], Any]
 
 
@@ -66,7 +68,7 @@ class Engine:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._me = agent.me.worker_id
-        self.registry = Registry(self._me)
+        self.registry = Registry(self._me, guessable=agent.options.allow_pickle)
         self.attach = Attach(self.registry, self._is_gone)
         watch()
         self.leaves = Leaves()
@@ -109,7 +111,8 @@ class Engine:
         with self._lock:
             self._running.add(number)
             floor = min(self._running)
-        head = PassHead(GlobalId(self._me, number), context.id, retain_graph, create_graph, fast, floor)
+        pass_id = PassId(self._me, number, random_bits(_TOKEN_BITS))
+        head = PassHead(pass_id, context.id, retain_graph, create_graph, fast, floor)
         this = Pass(self._me, head, context, self._name, roots, gradients)
         if timeout:
             this.timeout, this.deadline = timeout, time.monotonic() + timeout
@@ -165,15 +168,28 @@ class Engine:
 
     # --- what the other workers say -----------------------------------------------------------------------------
 
-    def _join(self, sender: int, head: PassHead) -> Pass | None:
-        """The pass of a message that came; None if it has failed, or its context has ended."""
+    def _join(self, sender: int, head: PassHead, messages: Iterable[int]) -> Pass | None:
+        """The pass of a message that came; None if it has failed, or its context has ended.
+
+        ``messages``: what the sender speaks of, which must have been sent to it: only the worker that a tensor went to
+        may give it a gradient.
+        """
         context = self.registry.find(head.context_id)
         pass_id = head.pass_id
         if context is None:
             self._report_failure(pass_id, TelegradError(f"context {head.context_id} has ended on this worker"))
             return None
-        root, number = pass_id
+        sends = context.sends
+        for message_id in messages:
+            send = sends.get(message_id)
+            if send is None or send.to != sender:
+                raise ProtocolError(
+                    f"a gradient for message {message_id} of a context, which did not go to that worker"
+                )
+        root, number, _ = pass_id
         known: Pass | None = context.passes.get(pass_id)
+        if known is not None:
+            known.told_by.add(sender)
         if root == self._me:
             return known  # None: it has failed, and this came late
         if known is not None:
@@ -185,18 +201,20 @@ class Engine:
             if number >= floor and pass_id not in context.passes:
                 context.passes[pass_id] = Pass(self._me, head, context, self._name)
             found: Pass | None = context.passes.get(pass_id)
+            if found is not None:
+                found.told_by.add(sender)
         for each in ended:
             if each is not None and each.is_at_work:  # it has failed, and the word of it is still on its way
                 self._abort(each, TelegradError("the pass was ended: its root has begun another"))
         return found
 
-    def reduce_rest(self, pass_id: GlobalId) -> None:
+    def reduce_rest(self, pass_id: PassId) -> None:
         """Asked for by the root, when the pass is over but for this."""
         this = self.find_pass(pass_id)
         if this is not None:
             self._runner.reduce_rest(this)
 
-    def find_pass(self, pass_id: GlobalId) -> Pass | None:
+    def find_pass(self, pass_id: PassId) -> Pass | None:
         for context in self.registry:
             found: Pass | None = context.passes.get(pass_id)
             if found is not None:
@@ -204,7 +222,7 @@ class Engine:
         return None
 
     def _on_gradients(self, sender: int, payload: Gradients, open_value: Open) -> None:
-        this = self._join(sender, payload.head)
+        this = self._join(sender, payload.head, [message_id for message_id, _, _ in payload.messages])
         if this is None:
             return
         try:
@@ -241,7 +259,7 @@ class Engine:
             self._step(this, lambda: self._hear(this, sender, payload))
 
     def _on_discover(self, sender: int, payload: Discover, _: Open) -> None:
-        this = self._join(sender, payload.head)
+        this = self._join(sender, payload.head, [message_id for message_id, _ in payload.sends])
         if this is None:
             return
         answers: Notes = []
@@ -271,6 +289,8 @@ class Engine:
         this = self.find_pass(payload.pass_id)
         if this is None:
             return
+        if not this.is_root:
+            raise ProtocolError("it asked for the plan of a pass whose root is another worker")
         with this.lock:
             if this.error is not None:
                 return
@@ -287,6 +307,8 @@ class Engine:
     def _on_plan_known(self, sender: int, payload: PlanKnown, _: Open) -> None:
         this = self.find_pass(payload.pass_id)
         if this is not None:
+            if sender != payload.pass_id.root:
+                raise ProtocolError("it ended the discovery of a pass whose root is another worker")
             with this.lock:
                 if this.error is not None:
                     return
@@ -307,8 +329,8 @@ class Engine:
         if not this.is_root:
             self._report_failure(this.id, error)
 
-    def _report_failure(self, pass_id: GlobalId, error: BaseException) -> None:
-        root = self._agent.peer(pass_id.created_on)
+    def _report_failure(self, pass_id: PassId, error: BaseException) -> None:
+        root = self._agent.peer(pass_id.root)
         details: list[Any] = []
 
         def pack(value: Any) -> Any:
@@ -344,13 +366,22 @@ class Engine:
         pass_id = payload.pass_id
         with self._lock:
             this: Pass | None = context.passes.get(pass_id)
+            if sender != pass_id.root and not self._may_tell(sender, context, this):
+                raise ProtocolError("it ended a pass that it neither began nor told this worker of")
             context.passes[pass_id] = None  # so that a late message does not bring it back
         if this is not None:
             self._abort(this, TelegradError(f"the pass was ended: {payload.reason}"))
 
+    @staticmethod
+    def _may_tell(sender: int, context: Context, this: Pass | None) -> bool:
+        """Whether that worker drew this one into a pass; or, if the pass is not known here yet, may do so."""
+        if this is not None:
+            return sender in this.told_by
+        return any(send.to == sender for send in list(context.sends.values()))
+
     def _abort(self, this: Pass, error: TelegradError) -> None:
         """Ends this worker's part of a pass whose root needs no telling."""
-        for worker in this.stop(error) - {self._me, this.id.created_on}:
+        for worker in this.stop(error) - {self._me, this.id.root}:
             self._agent.mail.post(worker, EndPass(this.id, this.context.id, str(error)))
 
     def _lost(self, worker: int) -> WorkerLostError:
@@ -366,7 +397,7 @@ class Engine:
                 context.origin = context.creator
                 self._agent.mail.post(context.creator, TellMe(context.id))
             for this in [each for each in list(context.passes.values()) if each is not None]:
-                if this.id.created_on == worker:
+                if this.id.root == worker:
                     self._abort(this, self._lost(worker))
                 elif this.waits_for(worker):
                     self._fail(this, self._lost(worker))
@@ -376,9 +407,9 @@ class Engine:
     def leave(self, context: Context) -> None:
         self.drop(context.id)
 
-    def drop(self, context_id: int, when_idle: bool = False) -> None:
-        """Forgets a context here, and on all workers that this one told of it."""
-        context = self.registry.drop(context_id)
+    def drop(self, context_id: int, when_idle: bool = False, by: int | None = None) -> None:
+        """Forgets a context here, and on all workers that this one told of it.  ``by``: see ``Registry.drop``."""
+        context = self.registry.drop(context_id, by)
         if context is None:
             return
         _stop_passes(context)
@@ -403,7 +434,7 @@ class Engine:
             self._agent.mail.post(sender, DropContext(payload.context_id))
 
     def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
-        self.drop(payload.context_id, when_idle=True)  # this runs where it is read
+        self.drop(payload.context_id, when_idle=True, by=sender)  # this runs where it is read
 
     def _is_gone(self, worker: int) -> bool:
         return self._agent.peer(worker).state is not PeerState.KNOWN

@@ -12,7 +12,7 @@ from telegrad.agent.agent import Agent
 from telegrad.autograd.passes import Pass
 from telegrad.current import current_worker
 from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError
-from telegrad.ids import GlobalId
+from telegrad.ids import PassId
 from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import Call
 
@@ -45,7 +45,7 @@ def _ask_around(agent: Agent, this: Pass) -> str:
     return "".join(f". Worker {name!r}: {text}" for name, text in texts if text)
 
 
-def _ask(agent: Agent, worker: int, function: Callable[..., Any], pass_id: GlobalId) -> Any:
+def _ask(agent: Agent, worker: int, function: Callable[..., Any], pass_id: PassId) -> Any:
     """The result of a function there; None if there is none soon."""
     name = name_of(function)
     assert name is not None
@@ -72,20 +72,20 @@ def reduce_everywhere(agent: Agent, this: Pass, reduce_here: Callable[[Pass], No
 
 
 @export
-def reduce_rest(root: int, number: int) -> None:
+def reduce_rest(root: int, number: int, token: int) -> None:
     """Runs on a worker that holds gradients back until the end of a pass."""
-    current_worker().autograd.reduce_rest(GlobalId(root, number))
+    current_worker().autograd.reduce_rest(PassId(root, number, token))
 
 
 @export
-def describe_pass(root: int, number: int) -> str:
+def describe_pass(root: int, number: int, token: int) -> str:
     """Runs on any worker: what it knows of a pass."""
-    this = current_worker().autograd.find_pass(GlobalId(root, number))
+    this = current_worker().autograd.find_pass(PassId(root, number, token))
     return repr(this) if this is not None else ""
 
 
 @export
-def missing_of(root: int, number: int) -> list[str]:
+def missing_of(root: int, number: int, token: int) -> list[str]:
     """Runs on a worker that waits for sends in vain: which they are."""
-    this = current_worker().autograd.find_pass(GlobalId(root, number))
+    this = current_worker().autograd.find_pass(PassId(root, number, token))
     return this.missing() if this is not None else []

@@ -38,7 +38,7 @@ class Pass:
     ) -> None:
         self.head = head
         self.id = head.pass_id
-        self.is_root = self.id.created_on == worker
+        self.is_root = self.id.root == worker
         self.context = context
         self._name_of = name_of
         self.roots = roots
@@ -49,6 +49,7 @@ class Pass:
         self.local = LocalPass(worker, self.is_root, head.fast)
         self.gradients: dict[int, dict[int, Tensor | None]] = {}
         self.told: set[int] = set()  # whom this worker drew into the pass
+        self.told_by: set[int] = set()  # the workers that drew this one in
         self.asked = False  # the root knows, or will, that this worker is curious
         self.over = False  # at the root: it ended well
         self.error: BaseException | None = None
@@ -149,7 +150,7 @@ class Pass:
             if self.is_root:
                 notes += self.start_wave()
             else:
-                notes.append((self.id.created_on, PlanWanted(self.id)))
+                notes.append((self.id.root, PlanWanted(self.id)))
             plan = self._plan
         if plan is not None and plan.started:
             for to, count, owed in plan.wave.settle():

@@ -10,7 +10,6 @@ from telegrad.compat.futures import Future
 from telegrad.compat.profiling import profiled
 from telegrad.compat.words import in_torchs_words, speaks_as_torch, spoken
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
-from telegrad.ids import GlobalId
 from telegrad.rref.rref import UNSET_TIMEOUT, Proxy
 from telegrad.rref.rref import RRef as TelegradRRef
 from telegrad.wire.callables import export
@@ -46,7 +45,7 @@ class RRef(TelegradRRef[T]):
         if not self.is_owner():
             here, there = self._references.worker.info(), self.owner()
             raise UsageError(
-                f"For UserRRef(rref_id={_id(self._rref_id)}, fork_id={_id(self._torch_fork_id())}), can't call "
+                f"For UserRRef(rref_id={self._torch_rref_id()}, fork_id={self._torch_fork_id()}), can't call "
                 f"localValue() on user {here}. Call it on owner {there}, or call to_here() for a copy"
             )
         return super().local_value()
@@ -156,22 +155,25 @@ class RRef(TelegradRRef[T]):
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC: send it inside a call"
         )
 
-    def _torch_fork_id(self) -> GlobalId:
+    def _torch_fork_id(self) -> str:
         """telegrad gives the fork of a reference's creator the same number as the reference, torch the next one."""
         assert self._fork_id is not None
         is_creator = self._fork_id == self._rref_id
-        return GlobalId(self._fork_id.created_on, self._fork_id.local_id + 1) if is_creator else self._fork_id
+        return _id(self._fork_id.created_on, self._fork_id.number + is_creator)
+
+    def _torch_rref_id(self) -> str:
+        return _id(self._rref_id.created_on, self._rref_id.number)
 
     def __repr__(self) -> str:
         if self.is_owner():
-            return f"OwnerRRef({_id(self._rref_id)})"
-        return f"UserRRef(RRefId = {_id(self._rref_id)}, ForkId = {_id(self._torch_fork_id())})"
+            return f"OwnerRRef({self._torch_rref_id()})"
+        return f"UserRRef(RRefId = {self._torch_rref_id()}, ForkId = {self._torch_fork_id()})"
 
     __str__ = __repr__
 
 
-def _id(number: GlobalId) -> str:
-    return f"GloballyUniqueId(created_on={number.created_on}, local_id={number.local_id})"
+def _id(created_on: int, local_id: int) -> str:
+    return f"GloballyUniqueId(created_on={created_on}, local_id={local_id})"
 
 
 @export

@@ -25,11 +25,11 @@ from telegrad.errors import RendezvousError, UsageError
 from telegrad.ids import MAX_WORKERS
 from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name
-from telegrad.rpc.rendezvous import Meeting
+from telegrad.rpc.rendezvous import Meeting, link_key
 from telegrad.rpc.stores import identity_in, open_store
 from telegrad.rpc.strangers import Strangers, knock_at
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
-from telegrad.transport.handshake import Identity
+from telegrad.transport.handshake import JOIN_NONCE, Identity
 from telegrad.transport.lane import Proof
 from telegrad.wire.tensors import no_device_map
 from telegrad.wire.values import Route
@@ -151,7 +151,8 @@ def _meet(
 def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, store: Store) -> None:
     key = meeting.key(options.secret_bytes())
     near = urlsplit(options.init_method).hostname or os.environ.get("MASTER_ADDR", "")
-    network = Network(Identity(rank, name), key, options, near)
+    nonce = secrets.token_bytes(JOIN_NONCE)
+    network = Network(Identity(rank, name, nonce), key, options, near)
     worker: Worker | None = None
     try:
         proof = Proof()
@@ -165,8 +166,8 @@ def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, 
             lane_word=proof.word,
             main=_main_program(),
             allow_pickle=options.allow_pickle,
-            heartbeat=options.heartbeat,
             world_size=meeting.world_size or 0,
+            nonce=nonce,
         )
         worker = options.worker_type(
             me,
@@ -178,7 +179,7 @@ def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, 
         worker.on_fork.append(network.disown)
         worker.keep = (proof, store)
         meeting.publish(me, key)
-        _introduce(worker, meeting, key, network)
+        key_of_links = _introduce(worker, meeting, key, network)
     except BaseException:
         network.close()
         if worker is not None:
@@ -186,11 +187,14 @@ def _set_up(meeting: Meeting, name: str, rank: int, options: RpcBackendOptions, 
         raise
     worker.start()
     set_process_worker(worker)  # before the first call comes: what it runs may start a thread that asks for the worker
-    network.open(worker.agent)
+    network.open(worker.agent, key_of_links)
 
 
-def _introduce(worker: Worker, meeting: Meeting, key: bytes, network: Network) -> None:
-    """Tells the worker of the others: of all at once, or, in a job of open size, of each when it is first named."""
+def _introduce(worker: Worker, meeting: Meeting, key: bytes, network: Network) -> bytes:
+    """Tells the worker of the others: of all at once, or, in a job of open size, of each when it is first named.
+
+    Returns the key of the links between them.
+    """
     me = worker.agent.me
 
     def add(record: WorkerRecord | None) -> WorkerRecord | None:
@@ -200,11 +204,13 @@ def _introduce(worker: Worker, meeting: Meeting, key: bytes, network: Network) -
         return record
 
     if meeting.world_size is not None:
-        for record in meeting.wait_for_all(key):
+        records = meeting.wait_for_all(key)
+        for record in records:
             add(record)
-    else:
-        worker.agent.find_record = lambda to: add(meeting.find(to, key))
-        worker.on_close(meeting.leave)
+        return link_key(key, records)
+    worker.agent.find_record = lambda to: add(meeting.find(to, key))
+    worker.on_close(meeting.leave)
+    return link_key(key, None)
 
 
 def _route(me: WorkerRecord, to: WorkerRecord, options: RpcBackendOptions) -> Route:

@@ -1,4 +1,9 @@
-"""The sockets of one worker: what it listens on, and how it reaches the others."""
+"""The sockets of one worker: what it listens on, how it reaches the others, and how it knows who a peer is.
+
+Within a host workers meet on Unix sockets, where the kernel says which process is at the other end.  Between hosts they
+meet on TCP with mutual TLS, where the certificate says it.  Both are compared with the peer's signed record.  Without a
+secret there is no TCP at all.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,6 @@ import os
 import socket
 import threading
 from pathlib import Path
-from typing import Literal
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.link import Link, StreamLink
@@ -16,94 +20,131 @@ from telegrad.rpc.options import HOST_VARIABLE, RpcBackendOptions
 from telegrad.transport.base import Stream
 from telegrad.transport.dial import Address, dial
 from telegrad.transport.handshake import Identity
-from telegrad.transport.listener import Listener
+from telegrad.transport.identity import Credentials
+from telegrad.transport.listener import Door, Listener
 from telegrad.transport.sockets import is_loopback, listen_tcp, listen_unix
-from telegrad.transport.tls import Certificate, load_certificate, make_certificate
-
-_Door = tuple[socket.socket, Literal["unix", "tcp"], Certificate | None]
+from telegrad.transport.tls import Authority, load_authority, load_certificate, make_authority, tls_end
 
 
 class Network:
+    """``key`` is the one that signs records; links are authenticated with another one, known when all have met."""
+
     def __init__(self, identity: Identity, key: bytes, options: RpcBackendOptions, near: str) -> None:
         self.identity = identity
-        self._key = key
         self._options = options
-        self._doors: list[_Door] = []
-        self._early: list[tuple[Stream, Identity]] | None = []  # who came before this worker was ready
+        self._transports = usable_transports(options)
+        self._doors: list[Door] = []
+        self._authority: Authority | None = None
+        self._listener: Listener | None = None
         self._lock = threading.Lock()
-        self._agent: Agent | None = None
+        self._closed = False
+        self._link_key = b""
         self.addresses: list[Address] = []
-        has_secret = options.secret_bytes() is not None
         try:
-            if "unix" in options.transports:
+            if "unix" in self._transports:
                 sock, path = listen_unix()
-                self._doors.append((sock, "unix", None))
+                self._doors.append(Door(sock))
                 self.addresses.append(Address("unix", path))
-            if "tcp" in options.transports:
-                self._open_tcp(_listen_host(options, has_secret, near), has_secret, near)
-            self._listener = Listener(self._doors, key, identity, self._admit)
+            if "tcp" in self._transports:
+                self._open_tcp(key, near)
         except BaseException:
-            for sock, _, _ in self._doors:
-                sock.close()
+            self.close()
             raise
 
-    def _open_tcp(self, host: str, has_secret: bool, near: str) -> None:
-        options, certificate = self._options, None
-        if options.tls_certificate is not None and options.tls_key is not None:
+    def _open_tcp(self, key: bytes, near: str) -> None:
+        options = self._options
+        if options.tls_certificate is not None and options.tls_key is not None and options.tls_ca is not None:
+            self._authority = load_authority(options.tls_ca)
             certificate = load_certificate(options.tls_certificate, options.tls_key)
-        elif has_secret and not is_loopback(host):
-            certificate = make_certificate()
-        sock, (bound, port) = listen_tcp(host, 0)
-        self._doors.append((sock, "tcp", certificate))
+        else:
+            self._authority = make_authority(key)
+            certificate = self._authority.sign(self.identity.name)
+        self._client_tls = tls_end(certificate, self._authority, server_side=False)
+        sock, (bound, port) = listen_tcp(_listen_host(options, near), options.port)
+        self._doors.append(Door(sock, tls_end(certificate, self._authority, server_side=True)))
         if bound in ("0.0.0.0", "::"):
             bound = _address_towards(near)  # it listens on all; the others need one
-        self.addresses.append(Address("tcp", bound, port, certificate.fingerprint if certificate else None))
+        self.addresses.append(Address("tcp", bound, port, certificate.fingerprint))
 
     # --- others reach us ------------------------------------------------------------------------------------------
 
-    def _admit(self, stream: Stream, peer: Identity, where: str) -> None:
-        with self._lock:
-            if self._early is not None:
-                self._early.append((stream, peer))
-                return
-        self._accept(stream, peer)
+    def open(self, agent: Agent, link_key: bytes) -> None:
+        """The worker is ready, and has met the others: lets them in.  Connections made before wait in the kernel."""
 
-    def open(self, agent: Agent) -> None:
-        """The worker is ready: lets in those who came early, and everyone after them."""
-        with self._lock:
-            self._agent = agent
-            early, self._early = self._early or [], None
-        for stream, peer in early:
-            self._accept(stream, peer)
+        def admit(stream: Stream, peer: Identity, credentials: Credentials) -> None:
+            if agent.knows(peer.worker_id):
+                self._accept(agent, stream, peer, credentials)
+            else:  # a newcomer in a job of open size: the store has its record, and may be slow
+                agent.pool.submit((lambda *_: self._accept_newcomer(agent, stream, peer, credentials), None, None))
 
-    def _accept(self, stream: Stream, peer: Identity) -> None:
-        agent = self._agent
-        assert agent is not None
-        if agent.peer(peer.name).id != peer.worker_id:  # in a job of open size, this looks a newcomer up
+        with self._lock:
+            if not self._closed:
+                self._link_key = link_key
+                self._listener = Listener(self._doors, link_key, self.identity, admit)
+
+    def _accept_newcomer(self, agent: Agent, stream: Stream, peer: Identity, credentials: Credentials) -> None:
+        assert self._listener is not None
+        try:
+            self._accept(agent, stream, peer, credentials)
+        except Exception as error:
             stream.close()
-            raise AuthenticationError(f"a worker that calls itself {peer.name!r} has the id {peer.worker_id}")
-        link = StreamLink(stream, peer.worker_id, False, agent.pool, agent, agent.bodies.buffers.lend)
-        agent.accepted(link)
-        link.start()
+            self._listener.refused(f"a worker that calls itself {peer.name!r}", str(error))
+
+    def _accept(self, agent: Agent, stream: Stream, peer: Identity, credentials: Credentials) -> None:
+        if peer.worker_id == self.identity.worker_id:
+            raise AuthenticationError("the peer calls itself by the id of this worker")
+        record = agent.peer(peer.worker_id).record
+        if (record.name, record.nonce) != (peer.name, peer.nonce):
+            raise AuthenticationError(
+                f"a worker that calls itself {peer.name!r} ({peer.worker_id}) is not the one of that id in this job"
+            )
+        self._check(record, agent.me, credentials)
+        self._link(agent, stream, record, False, credentials.pid).start()
+
+    def _link(self, agent: Agent, stream: Stream, record: WorkerRecord, dialled: bool, pid: int | None) -> StreamLink:
+        stream.watch_host(self._options.heartbeat)
+        link = StreamLink(stream, record.worker_id, dialled, agent.pool, agent, agent.bodies.buffers.lend, pid)
+        if not dialled:
+            agent.accepted(link)
+        return link
+
+    def _check(self, record: WorkerRecord, me: WorkerRecord, credentials: Credentials) -> None:
+        """Raises unless the process or certificate at the other end is that of the record."""
+        if credentials.fingerprint is None:
+            if record.host != me.host:
+                raise AuthenticationError(f"worker {record.name!r} is on another host: it cannot come by a Unix socket")
+            credentials.check_process(record.pid)
+            return
+        credentials.check_certificate(_fingerprint_of(record))
+        if self._authority is not None and self._authority.names_workers:
+            credentials.check_name(record.name)
 
     # --- we reach others ------------------------------------------------------------------------------------------
 
-    def dial(self, agent: Agent, peer: Peer) -> Link:
-        address = self._choose(agent.me, peer.record)
-        ca_file = str(self._options.tls_ca) if self._options.tls_ca is not None else None
-        stream = dial(address, self._key, self.identity, peer.id, self._options.heartbeat, ca_file)
-        link = StreamLink(stream, peer.id, True, agent.pool, agent, agent.bodies.buffers.lend)
+    def dial(self, agent: Agent, peer: Peer, timeout: float) -> Link:
+        record = peer.record
+        address = self._choose(agent.me, record)
+        stream = dial(
+            address,
+            self._link_key,
+            self.identity,
+            Identity(record.worker_id, record.name, record.nonce),
+            timeout,
+            lambda credentials: self._check(record, agent.me, credentials),
+            self._client_tls if address.kind == "tcp" else None,
+        )
+        link = self._link(agent, stream, record, True, record.pid if address.kind == "unix" else None)
         link.start()
         return link
 
     def _choose(self, me: WorkerRecord, other: WorkerRecord) -> Address:
         same_host = me.host == other.host
         for address in other.addresses:
-            if address.kind in self._options.transports and (same_host or reachable(address)):
+            if address.kind in self._transports and (same_host or reachable(address)):
                 return address
         raise RendezvousError(
             f"worker {other.name!r} listens on {', '.join(map(str, other.addresses))} only, which cannot be reached "
-            f"from here over {' or '.join(self._options.transports)}"
+            f"from here over {' or '.join(self._transports)}"
         )
 
     def check(self, me: WorkerRecord, other: WorkerRecord) -> None:
@@ -115,15 +156,37 @@ class Network:
             )
 
     def close(self) -> None:
-        self._listener.close()
         with self._lock:
-            early, self._early = self._early or [], None
-        for stream, _ in early:
-            stream.close()
+            self._closed = True
+            listener = self._listener
+        if listener is not None:
+            listener.close()
+            return
+        for door in self._doors:
+            door.sock.close()
 
     def disown(self) -> None:
         """In a forked child: gives up this process's descriptors."""
-        self._listener.disown()
+        if self._listener is not None:
+            self._listener.disown()
+            return
+        for door in self._doors:
+            door.sock.close()
+
+
+def usable_transports(options: RpcBackendOptions) -> tuple[str, ...]:
+    """Without a secret a job stays on its host: anyone who reaches a TCP port could claim to be one of its workers."""
+    if options.secret_bytes() is not None:
+        return options.transports
+    if "unix" not in options.transports:
+        raise UsageError("transport 'tcp' needs a secret: set TELEGRAD_SECRET to the same value on every worker")
+    host = options.host or os.environ.get(HOST_VARIABLE)
+    if host is not None and not is_loopback(host):
+        raise UsageError(
+            f"refusing to listen on {host} without a secret, since anyone who reaches it could run code here: set "
+            "TELEGRAD_SECRET (or options.secret) to the same value on every worker"
+        )
+    return ("unix",)
 
 
 def reachable(address: Address) -> bool:
@@ -132,21 +195,23 @@ def reachable(address: Address) -> bool:
 
 
 def host_id() -> str:
-    """Equal for two processes that can meet over Unix sockets: one kernel, one network namespace."""
+    """Equal for two processes that can meet over Unix sockets and see each other's process ids.
+
+    These share a kernel, a network namespace and a namespace of processes.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    return "/".join([boot, *(str(os.stat(f"/proc/self/ns/{kind}").st_ino) for kind in ("net", "pid"))])
 
 
-def _listen_host(options: RpcBackendOptions, has_secret: bool, near: str) -> str:
-    host = options.host or os.environ.get(HOST_VARIABLE)
-    if host is not None:
-        if not has_secret and not is_loopback(host):
-            raise UsageError(
-                f"refusing to listen on {host} without a secret, since anyone who reaches it could run code here: set "
-                "TELEGRAD_SECRET (or options.secret) to the same value on every worker"
-            )
-        return host
-    return _address_towards(near) if has_secret else "127.0.0.1"
+def _fingerprint_of(record: WorkerRecord) -> bytes:
+    for address in record.addresses:
+        if address.kind == "tcp":
+            return address.fingerprint
+    raise AuthenticationError(f"worker {record.name!r} does not use TCP, its record says")
+
+
+def _listen_host(options: RpcBackendOptions, near: str) -> str:
+    return options.host or os.environ.get(HOST_VARIABLE) or _address_towards(near)
 
 
 def _address_towards(near: str) -> str:

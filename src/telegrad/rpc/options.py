@@ -58,6 +58,7 @@ class RpcBackendOptions:
         secret: str | bytes | None = None,
         transports: Sequence[str] = TRANSPORTS,
         host: str | None = None,
+        port: int = 0,
         tls_certificate: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
@@ -80,8 +81,11 @@ class RpcBackendOptions:
             raise UsageError(f"transports must be of {', '.join(TRANSPORTS)}, not {list(transports)!r}")
         if (tls_certificate is None) != (tls_key is None):
             raise UsageError("tls_certificate and tls_key go together: give both files or neither")
-        if tls_ca is not None and tls_certificate is None:
-            raise UsageError("tls_ca says who signed the workers' certificates: give tls_certificate and tls_key too")
+        if (tls_ca is None) != (tls_certificate is None):
+            raise UsageError(
+                "tls_certificate, tls_key and tls_ca go together: both ends of a connection show a certificate, and "
+                "each checks the other's against tls_ca"
+            )
         self.num_worker_threads = num_worker_threads
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
@@ -90,6 +94,7 @@ class RpcBackendOptions:
         self.secret = secret
         self.transports = tuple(transports)
         self.host = host
+        self.port = port
         self.tls_certificate = tls_certificate
         self.tls_key = tls_key
         self.tls_ca = tls_ca

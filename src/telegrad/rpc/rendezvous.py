@@ -15,7 +15,7 @@ import hmac
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -199,6 +199,11 @@ def _ranks(ranks: list[int]) -> str:
 
 def _sign(key: bytes, data: bytes) -> bytes:
     return hmac.digest(key, b"telegrad record" + data, "sha256")
+
+
+def link_key(key: bytes, records: Sequence[WorkerRecord] | None) -> bytes:
+    members = [] if records is None else [(each.worker_id, each.name, each.nonce) for each in records]
+    return hmac.digest(key, b"telegrad links" + msgspec.msgpack.encode(members), "sha256")
 
 
 def _quietly(action: Callable[[], object]) -> None:

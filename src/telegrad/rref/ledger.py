@@ -96,7 +96,7 @@ class Ledger:
         self._forks: dict[GlobalId, _Fork] = {}
         self._children: dict[GlobalId, _Child] = {}
         self._tombstones: dict[GlobalId, WorkerId] = {}
-        self._ended: dict[GlobalId, None] = {}  # in order of their end
+        self._ended: dict[tuple[GlobalId, WorkerId], None] = {}  # with their holders, in order of their end
         self._lost: set[WorkerId] = set()
 
     # --- a value is made --------------------------------------------------------------------------------------
@@ -133,7 +133,9 @@ class Ledger:
 
     def remote_arrived(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> list[Instruction]:
         """On the owner: a RemoteCall came.  Its result is freed at once when its creator is gone already."""
-        unwanted = holder in self._lost or self._has_ended(fork_id)
+        if not holder == rref_id.created_on == fork_id.created_on:
+            raise ProtocolError(f"worker {holder} makes a reference with an id of worker {rref_id.created_on}")
+        unwanted = holder in self._lost or self._has_ended(fork_id, holder)
         self._tombstones.pop(fork_id, None)
         value = self._values.get(rref_id)
         if value is None:
@@ -215,7 +217,10 @@ class Ledger:
             return self._receive_own(fork)
         if fork.lent:
             raise ProtocolError(f"worker {fork.parent} lent a reference of worker {fork.owner} to worker {self._me}")
-        if fork.fork_id in self._forks:
+        known = self._forks.get(fork.fork_id)
+        if known is not None:
+            if (known.rref_id, known.owner) != (fork.rref_id, fork.owner):
+                raise ProtocolError(f"worker {fork.parent} sent fork {fork.fork_id} of two references")
             return fork.fork_id, []
         owner, parent = WorkerId(fork.owner), WorkerId(fork.parent)
         mine = self._forks[fork.fork_id] = _Fork(fork.rref_id, owner)
@@ -248,36 +253,44 @@ class Ledger:
             case ForkRequest(rref_id=rref_id, fork_id=fork_id):
                 return [Send(sender, self._answer(rref_id, fork_id, sender))]
             case ForkAccepted(fork_id=fork_id):
-                return self._step(fork_id, _E.CONFIRM)
+                return self._step(fork_id, _E.CONFIRM) if self._is_owner(sender, fork_id) else []
             case ForkRefused(fork_id=fork_id):
-                return self._step(fork_id, _E.FAIL)
+                return self._step(fork_id, _E.FAIL) if self._is_owner(sender, fork_id) else []
             case ChildConfirmed(fork_id=fork_id):
-                return self._child_settled(fork_id)
+                child = self._children.get(fork_id)
+                return self._child_settled(fork_id) if child is not None and child.to == sender else []
             case UserDelete(rref_id=rref_id, fork_id=fork_id):
                 return self._deleted(rref_id, fork_id, sender)
             case _:
                 raise ProtocolError(f"worker {sender} sent the ledger a {type(payload).__name__}")
 
+    def _is_owner(self, worker: WorkerId, fork_id: GlobalId) -> bool:
+        fork = self._forks.get(fork_id)
+        return fork is not None and fork.owner == worker
+
     def _answer(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> NotePayload:
-        value = None if self._has_ended(fork_id) else self._known_or_expected(rref_id)
-        if value is None:
+        value = None if self._has_ended(fork_id, holder) else self._known_or_expected(rref_id)
+        if value is None or value.forks.get(fork_id, holder) != holder:
             return ForkRefused(fork_id)
         value.forks[fork_id] = holder
         return ForkAccepted(fork_id)
 
     def _deleted(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> list[Instruction]:
-        if self._has_ended(fork_id):
-            return []
+        """A worker says that its fork is gone; only the holder of a fork may say so."""
         value = self._values.get(rref_id)
+        if self._has_ended(fork_id, holder) or (value is not None and value.forks.get(fork_id, holder) != holder):
+            return []
         if fork_id == rref_id and (value is None or not value.arrived):
+            if holder != rref_id.created_on:
+                return []
             self._tombstones[fork_id] = holder
-        self._ended[fork_id] = None
+        self._ended[fork_id, holder] = None
         if len(self._ended) > ENDED_FORKS_REMEMBERED:
             del self._ended[next(iter(self._ended))]
         return self._uncount(rref_id, fork_id)
 
-    def _has_ended(self, fork_id: GlobalId) -> bool:
-        return fork_id in self._ended or fork_id in self._tombstones
+    def _has_ended(self, fork_id: GlobalId, holder: WorkerId) -> bool:
+        return (fork_id, holder) in self._ended or self._tombstones.get(fork_id) == holder
 
     # --- losses -----------------------------------------------------------------------------------------------
 
@@ -368,7 +381,12 @@ class Ledger:
         """The value; one that a RemoteCall on its way will bring; or None, after a loss, when it was freed."""
         value = self._values.get(rref_id)
         creator = WorkerId(rref_id.created_on)
-        if value is None and creator != self._me and creator not in self._lost and not self._has_ended(rref_id):
+        if (
+            value is None
+            and creator != self._me
+            and creator not in self._lost
+            and not self._has_ended(rref_id, creator)
+        ):
             value = self._values[rref_id] = _Value(arrived=False, forks={rref_id: creator})
         return value
 

@@ -17,7 +17,7 @@ from telegrad.agent.backlog import UserCall
 from telegrad.agent.execution import execute
 from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad.agent.link import Link
-from telegrad.errors import RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, IdSource, WorkerId
 from telegrad.rref.instructions import Broken, Free, Instruction, Send
 from telegrad.rref.ledger import Ledger
@@ -101,9 +101,7 @@ class References:
     def __init__(self, agent: Agent, make_handle: Callable[[References, RRefFork, GlobalId | None], Any]) -> None:
         self.agent = agent
         me = WorkerId(agent.me.worker_id)
-        # Whoever names a reference may use it.  Among workers that do not run each other's code, only those may that
-        # were given it.
-        self.ledger = Ledger(me, IdSource(me, guessable=agent.options.allow_pickle))
+        self.ledger = Ledger(me, IdSource(me))
         self.broken: dict[GlobalId, TelegradError | None] = {}
         self._make_handle = make_handle
         self._lock = threading.Lock()
@@ -161,7 +159,9 @@ class References:
     def unshare(self, fork: RRefFork) -> None:
         self._obey(partial(self.ledger.unshare, fork))
 
-    def _receive(self, fork: RRefFork) -> Any:
+    def _receive(self, fork: RRefFork, sender: int) -> Any:
+        if fork.parent != sender:
+            raise ProtocolError(f"worker {sender} sent a reference in the name of worker {fork.parent}")
         self._expect_drops()
         with self._lock:
             fork_id, instructions = self.ledger.receive(fork)

@@ -35,7 +35,7 @@ class Cluster:
         for worker in self:
             worker.start()
 
-    def _dial(self, agent: Agent, peer: Peer) -> Link:
+    def _dial(self, agent: Agent, peer: Peer, timeout: float) -> Link:
         worker = self[peer.id]
         if worker.closed:
             raise ConnectionRefusedError(f"worker {peer.name!r} is not there")

@@ -10,10 +10,10 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from telegrad.errors import TelegradError
+from telegrad.errors import AuthenticationError, TelegradError
 from telegrad.transport.handshake import MAX_BUFFERED, Handshake, Identity
 from telegrad.transport.sockets import SocketStream
-from telegrad.transport.tls import TlsStream
+from telegrad.transport.tls import TlsEnd, TlsStream
 
 __all__ = ["Admission"]
 
@@ -21,20 +21,18 @@ __all__ = ["Admission"]
 class Admission:
     """Drives a connected socket until the peer has proved itself; then ``stream`` and ``peer`` are good to use.
 
-    (1) TLS, when there is a context  (2) ``make_handshake`` checks the certificate, where one is expected, and makes
-    the machine of (3), now that it is known what it is to be bound to  (3) the handshake.
+    (1) TLS, on TCP  (2) ``make_handshake`` looks at the peer's certificate or process and makes the machine of (3), now
+    that it is known what it is to be bound to  (3) the handshake.
     """
 
     def __init__(
         self,
         sock: socket.socket,
         make_handshake: Callable[[TlsStream | None], Handshake],
-        context: ssl.SSLContext | None = None,
-        *,
-        server_side: bool,
+        tls: TlsEnd | None = None,
     ) -> None:
         self._raw = SocketStream(sock)
-        self._tls = TlsStream(self._raw, context, server_side=server_side) if context else None
+        self._tls = TlsStream(self._raw, tls) if tls else None
         self._make_handshake = make_handshake
         self._handshake: Handshake | None = None
         self._buffer = memoryview(bytearray(MAX_BUFFERED))
@@ -73,6 +71,11 @@ class Admission:
                 self.stream.send_now(self._handshake.feed(bytes(self._buffer[:size])))
         except BlockingIOError:
             return False
+        except ssl.SSLError as error:  # TLS 1.3: the server looks at our certificate after our own handshake is done
+            raise AuthenticationError(
+                f"the peer refused the TLS connection ({error.reason or error}): set the same TELEGRAD_SECRET, and the "
+                "same tls_ca if any, on every worker"
+            ) from error
         except TelegradError:
             with contextlib.suppress(OSError):
                 if self._handshake is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,8 +16,17 @@ class Stream(Protocol):
     def recv_into(self, buffer: memoryview) -> int:
         """Reads without blocking.  ``BlockingIOError``: nothing there now.  0: the peer has closed."""
 
-    def send(self, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-        """Blocks until the kernel has all the bytes.  ``OSError``: the peer is gone."""
+    def send(
+        self, buffers: Sequence[bytes | bytearray | memoryview], deadline: float = math.inf
+    ) -> Sequence[memoryview]:
+        """Blocks until the kernel has all the bytes, or until the deadline; what it has not taken by then must be sent
+        before anything else.  ``OSError``: the peer is gone."""
+
+    def watch_host(self, seconds: float) -> None:
+        """The connection should break when the peer's host does not respond for about that long."""
+
+    def host_is_silent(self, seconds: float) -> bool:
+        """Whether the peer's host has acknowledged nothing for that long, though there is data under way."""
 
     def close(self) -> None:
         """Closes both directions and wakes a thread that is blocked in ``send``.  May be called twice."""

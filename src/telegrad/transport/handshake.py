@@ -11,8 +11,8 @@ No socket, thread or clock lives here: bytes come in through ``feed``, and bytes
                                                 ◀─────  (4) WELCOME: MAC over 1, 2 and 3, who the server is
     done: reads (4) and not a byte more                 done: sent (4)
 
-Every MAC is HMAC-SHA256 under a key made of secret and job, over the role, the *binding* (the fingerprint of the
-server's TLS certificate, empty without TLS) and every byte said so far.  So a MAC is worth nothing in another
+Every MAC is HMAC-SHA256 under a key made of secret and job, over the role, the *binding* (the fingerprints of both
+TLS certificates, empty without TLS) and every byte said so far.  So a MAC is worth nothing in another
 connection (two fresh nonces), sent back to its maker (the role), for another pair of workers (the identities), or
 through a machine in the middle with a certificate of its own (the binding).
 
@@ -39,7 +39,7 @@ from telegrad.ids import MAX_WORKERS
 __all__ = ["ClientHandshake", "Handshake", "Identity", "ServerHandshake", "derive_key"]
 
 MAGIC = b"\x93tlgrd\r\n"
-VERSION = 1
+VERSION = 2
 MAX_NAME = 128
 MAX_BUFFERED = 256  # more than the longest message, so a full buffer always shows what is wrong with it
 
@@ -47,6 +47,8 @@ _HEADER = struct.Struct("!8sHBH")
 _WORKER = struct.Struct("!H")
 _NONCE = 32
 _MAC = 32
+JOIN_NONCE = 16
+_IDENTITY = range(_WORKER.size + JOIN_NONCE + 1, _WORKER.size + JOIN_NONCE + MAX_NAME + 1)
 
 
 class Kind(enum.IntEnum):
@@ -58,10 +60,10 @@ class Kind(enum.IntEnum):
 
 
 _BODY_SIZES = {
-    Kind.HELLO: range(_NONCE + 4 + 1, _NONCE + 4 + MAX_NAME + 1),
+    Kind.HELLO: range(_NONCE + _WORKER.size + _IDENTITY.start, _NONCE + _WORKER.size + _IDENTITY.stop),
     Kind.CHALLENGE: range(_NONCE, _NONCE + 1),
     Kind.PROOF: range(_MAC, _MAC + 1),
-    Kind.WELCOME: range(_MAC + 2 + 1, _MAC + 2 + MAX_NAME + 1),
+    Kind.WELCOME: range(_MAC + _IDENTITY.start, _MAC + _IDENTITY.stop),
     Kind.REFUSAL: range(1, 2),
 }
 
@@ -69,7 +71,7 @@ _BODY_SIZES = {
 class Refusal(enum.IntEnum):
     """Why the server closes.  A number, not a text: what an unproven peer says does not go into our logs."""
 
-    VERSION = 1
+    VERSION = 2
     SECRET = 2
 
 
@@ -98,10 +100,11 @@ _STRANGERS = (
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a worker says it is."""
+    """Who a worker says it is.  ``nonce`` is what its signed record says it drew when it joined this job."""
 
     worker_id: int
     name: str
+    nonce: bytes = bytes(JOIN_NONCE)
 
     def __post_init__(self) -> None:
         if not 0 <= self.worker_id < MAX_WORKERS:
@@ -112,14 +115,17 @@ class Identity:
             raise UsageError(f"worker name {self.name!r} is not valid Unicode") from error
         if not 1 <= size <= MAX_NAME:
             raise UsageError(f"a worker's name takes 1 to {MAX_NAME} bytes, this one {size}: {self.name[:32]!r}")
+        if len(self.nonce) != JOIN_NONCE:
+            raise UsageError(f"a worker's nonce has {JOIN_NONCE} bytes, not {len(self.nonce)}")
 
     def encode(self) -> bytes:
-        return _WORKER.pack(self.worker_id) + self.name.encode()
+        return _WORKER.pack(self.worker_id) + self.nonce + self.name.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Identity:
         try:
-            return cls(_WORKER.unpack_from(data)[0], data[_WORKER.size :].decode())
+            nonce, name = data[_WORKER.size :][:JOIN_NONCE], data[_WORKER.size + JOIN_NONCE :]
+            return cls(_WORKER.unpack_from(data)[0], name.decode(), nonce)
         except (UnicodeDecodeError, UsageError) as error:
             raise ProtocolError("the peer's name is not UTF-8 text") from error
 
@@ -237,9 +243,9 @@ class ClientHandshake(Handshake):
 
     role = "client"
 
-    def __init__(self, key: bytes, me: Identity, expect_worker_id: int, binding: bytes = b"") -> None:
+    def __init__(self, key: bytes, me: Identity, expect: Identity, binding: bytes = b"") -> None:
         super().__init__(key, me, binding, Kind.CHALLENGE)
-        self._expect = expect_worker_id
+        self._expect = expect
 
     @property
     def wants(self) -> int:
@@ -252,7 +258,7 @@ class ClientHandshake(Handshake):
         return _HEADER.size + size - len(self._buffer)
 
     def start(self) -> bytes:
-        body = secrets.token_bytes(_NONCE) + _WORKER.pack(self._expect) + self._me.encode()
+        body = secrets.token_bytes(_NONCE) + _WORKER.pack(self._expect.worker_id) + self._me.encode()
         self._transcript = _message(Kind.HELLO, body)  # (1)
         return self._transcript
 
@@ -271,10 +277,10 @@ class ClientHandshake(Handshake):
         if not hmac.compare_digest(mac, self._mac("server", who)):
             raise AuthenticationError(f"the worker that was dialled could not prove itself: {_OTHER_SECRET}")
         peer = Identity.decode(who)
-        if peer.worker_id != self._expect:
+        if peer != self._expect:
             raise AuthenticationError(
-                f"dialled worker {self._expect} and reached worker {peer.worker_id} ({peer.name!r}): "
-                "the address is out of date, or two workers were given the same one"
+                f"dialled worker {self._expect.worker_id} and reached worker {peer.worker_id} ({peer.name!r}), or that "
+                "worker of another job: the address is out of date, or two workers were given the same one"
             )
         self._awaits, self.peer, self.done = None, peer, True
         return b""
@@ -312,7 +318,8 @@ class ServerHandshake(Handshake):
         if self._wanted != self._me.worker_id:
             self.farewell = welcome  # it proved itself, so it may know whom it has reached
             raise AuthenticationError(
-                f"worker {self._claimed} looked for worker {self._wanted}, this is worker {self._me.worker_id}"
+                f"worker {self._claimed.worker_id if self._claimed else '?'} looked for worker {self._wanted}, "
+                f"this is worker {self._me.worker_id}"
             )
         self._awaits, self.peer, self.done = None, self._claimed, True
         return welcome

@@ -1,9 +1,9 @@
 """The door: one thread accepts connections, lets peers prove themselves, and hands over those that did.
 
 What a stranger can cost is bounded: a descriptor and some kilobytes each, ``max_pending`` of them at a time,
-``handshake_timeout`` seconds each *in all* (dripping bytes wins no time), and one line in the log.  When there are too
-many, the oldest gives way: a worker of ours needs milliseconds to prove itself, a stranger that says nothing is
-always older.
+``handshake_timeout`` seconds each *in all* (dripping bytes wins no time), and a bounded number of log lines.  When
+there are too many, the oldest gives way: a worker of ours needs milliseconds to prove itself, a stranger that says
+nothing is always older.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import logging
 import os
 import selectors
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from telegrad.errors import TelegradError
 from telegrad.transport.admission import Admission
 from telegrad.transport.base import Stream
 from telegrad.transport.dial import Address, dial
 from telegrad.transport.handshake import Handshake, Identity, ServerHandshake
+from telegrad.transport.identity import Credentials, credentials_of
+from telegrad.transport.refusals import RefusalLog
 from telegrad.transport.sockets import check_same_user, peer_credentials
-from telegrad.transport.tls import Certificate, TlsStream, server_context
+from telegrad.transport.tls import TlsEnd, TlsStream
 
-__all__ = ["Address", "Listener", "dial"]  # the way to the door, and the door
+__all__ = ["Address", "Door", "Listener", "dial"]  # the way to the door, and the door
 
 log = logging.getLogger("telegrad.transport")
 
@@ -38,32 +38,38 @@ _STARVED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 @dataclass(frozen=True, eq=False)
-class _Door:
+class Door:
+    """A listening socket: a Unix one, or TCP with TLS."""
+
     sock: socket.socket
-    kind: Literal["unix", "tcp"]
-    context: ssl.SSLContext | None
-    fingerprint: bytes
+    tls: TlsEnd | None = None
+
+    @property
+    def is_unix(self) -> bool:
+        return self.tls is None
 
 
 @dataclass(frozen=True, eq=False)
 class _Visitor:
     admission: Admission
+    sock: socket.socket
     where: str
     deadline: float
 
 
 class Listener:
-    """Serves listening sockets, each a tuple of socket, kind, and certificate (None: no TLS); owns and closes them.
+    """Serves listening sockets; owns and closes them.
 
-    ``on_connection(stream, peer, where)`` is called on the listener's thread, so it should not take long.
+    ``on_connection(stream, peer, credentials)`` is called on the listener's thread, so it should not take long.  It
+    gets who the peer says it is, with proof that it knows the job's key, and who the kernel or TLS says it is.
     """
 
     def __init__(
         self,
-        sockets: Sequence[tuple[socket.socket, Literal["unix", "tcp"], Certificate | None]],
+        doors: Sequence[Door],
         key: bytes,
         me: Identity,
-        on_connection: Callable[[Stream, Identity, str], None],
+        on_connection: Callable[[Stream, Identity, Credentials], None],
         handshake_timeout: float = 5.0,
         max_pending: int = 256,
     ) -> None:
@@ -72,10 +78,8 @@ class Listener:
         self._on_connection = on_connection
         self._timeout = handshake_timeout
         self._max_pending = max_pending
-        self._doors = [
-            _Door(sock, kind, server_context(tls) if tls else None, tls.fingerprint if tls else b"")
-            for sock, kind, tls in sockets
-        ]
+        self._doors = list(doors)
+        self._refusals = RefusalLog(log, "connections")
         self._visitors: dict[_Visitor, None] = {}  # oldest first; all have the same time, so next to expire first
         self._starved_until: float | None = None
         self._starved_logged = False
@@ -111,13 +115,17 @@ class Listener:
         for visitor in list(self._visitors):
             visitor.admission.stream.disown()
 
+    def refused(self, where: str, reason: str) -> None:
+        """For who finds out later: one line in the log, within its bounds."""
+        self._refusals.add(f"a connection from {where}", reason)
+
     # --- everything below runs on the listener's thread ---
 
     def _run(self) -> None:
         try:
             while not self._closing:
                 for key, _ in self._selector.select(self._patience()):
-                    if isinstance(key.data, _Door):
+                    if isinstance(key.data, Door):
                         self._accept(key.data)
                     elif key.data in self._visitors:  # not evicted earlier in this turn
                         self._advance(key.data)
@@ -140,7 +148,7 @@ class Listener:
             moments.append(self._starved_until)
         return max(0.0, min(moments) - time.monotonic()) if moments else None
 
-    def _accept(self, door: _Door) -> None:
+    def _accept(self, door: Door) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 sock, address = door.sock.accept()
@@ -154,22 +162,22 @@ class Listener:
             self._starved_logged = False
             self._welcome(door, sock, address)
 
-    def _welcome(self, door: _Door, sock: socket.socket, address: object) -> None:
+    def _welcome(self, door: Door, sock: socket.socket, address: object) -> None:
         where = "an unknown peer"
         try:
             where = _whereabouts(door, sock, address)
-            if door.kind == "unix":
+            if door.is_unix:
                 check_same_user(sock)
 
             def handshake(tls: TlsStream | None) -> Handshake:
-                return ServerHandshake(self._key, self._me, door.fingerprint)
+                return ServerHandshake(self._key, self._me, tls.binding() if tls is not None else b"")
 
-            admission = Admission(sock, handshake, door.context, server_side=True)
-            visitor = _Visitor(admission, where, time.monotonic() + self._timeout)
+            admission = Admission(sock, handshake, door.tls)
+            visitor = _Visitor(admission, sock, where, time.monotonic() + self._timeout)
             self._selector.register(sock, selectors.EVENT_READ, visitor)
         except (TelegradError, OSError) as error:
             sock.close()
-            log.warning("refused a connection from %s: %s", where, error)
+            self._refusals.add(f"a connection from {where}", str(error))
             return
         self._visitors[visitor] = None
         if len(self._visitors) > self._max_pending:
@@ -189,7 +197,11 @@ class Listener:
         self._forget(visitor)
         stream = visitor.admission.stream
         try:
-            self._on_connection(stream, visitor.admission.peer, visitor.where)
+            tls = stream if isinstance(stream, TlsStream) else None
+            self._on_connection(stream, visitor.admission.peer, credentials_of(visitor.sock, tls))
+        except (TelegradError, OSError) as error:
+            self._refusals.add(f"a connection from {visitor.where}", str(error))
+            stream.close()
         except Exception:
             log.exception("the connection from %s was lost in on_connection", visitor.where)
             stream.close()
@@ -220,11 +232,11 @@ class Listener:
     def _refuse(self, visitor: _Visitor, reason: str) -> None:
         self._forget(visitor)
         visitor.admission.stream.close()
-        log.warning("refused a connection from %s: %s", visitor.where, reason)
+        self._refusals.add(f"a connection from {visitor.where}", reason)
 
 
-def _whereabouts(door: _Door, sock: socket.socket, address: object) -> str:
-    if door.kind == "unix":
+def _whereabouts(door: Door, sock: socket.socket, address: object) -> str:
+    if door.is_unix:
         pid, uid = peer_credentials(sock)
         return f"process {pid} of user {uid}"
     assert isinstance(address, tuple)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -32,6 +34,9 @@ UNIX_BUFFER = 1 << 20
 _IOV_MAX = 1024
 _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
+_TCP_INFO = struct.Struct("xxBBxxxx48xI")  # retransmits and probes without an answer, ms since the last acknowledgement
+_UNANSWERED = 2  # a probe that was sent just now has no answer yet
+_LONGEST_WAIT = 60.0  # seconds of one poll; its argument is an int of milliseconds
 
 
 class SocketStream:
@@ -49,7 +54,7 @@ class SocketStream:
     drain: ClassVar[bool] = False  # one recv empties what the kernel has, or fills the buffer
 
     def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)  # recv_into asks for MSG_DONTWAIT each time; a send should block
+        sock.setblocking(True)  # each call asks for MSG_DONTWAIT
         if sock.family == socket.AF_UNIX:
             _enlarge_buffers(sock)
         else:
@@ -79,26 +84,36 @@ class SocketStream:
             if self._closed:
                 self._release()
 
-    def send(self, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
+    def send(
+        self, buffers: Sequence[bytes | bytearray | memoryview], deadline: float = math.inf
+    ) -> Sequence[memoryview]:
         self._sending = True
         try:
             if self._closed:
                 raise BrokenPipeError(errno.EPIPE, "the stream was closed on this side")
+            done = 0
             if len(buffers) == 1:
                 only = buffers[0]
                 size = only.nbytes if isinstance(only, memoryview) else len(only)
-                done = self._sock.send(only, socket.MSG_NOSIGNAL) if size else 0
-                if done != size:
-                    self._send_rest(buffers, done)
-            else:
-                self._send_rest(buffers, 0)
+                try:
+                    done = self._sock.send(only, _NOW) if size else 0
+                except BlockingIOError:
+                    pass
+                if done == size:
+                    return ()
+            return self._send_rest(buffers, done, deadline)
         finally:
             self._sending = False
             if self._closed:
                 self._release()
 
-    def _send_rest(self, buffers: Sequence[bytes | bytearray | memoryview], skip: int) -> None:
-        """Sends all but the first ``skip`` bytes.  One system call takes 1024 buffers and 2 GiB at most."""
+    def _send_rest(
+        self, buffers: Sequence[bytes | bytearray | memoryview], skip: int, deadline: float
+    ) -> Sequence[memoryview]:
+        """Sends all but the first ``skip`` bytes; what is left at the deadline.
+
+        One system call takes 1024 buffers and 2 GiB at most.
+        """
         views = [view.cast("B") for view in [memoryview(buffer) for buffer in buffers] if view.nbytes]
         at = 0
         while True:
@@ -106,10 +121,27 @@ class SocketStream:
                 skip -= views[at].nbytes
                 at += 1
             if at == len(views):
-                return
+                return ()
             if skip:
                 views[at] = views[at][skip:]
-            skip = self._sock.sendmsg(views[at : at + _IOV_MAX], (), socket.MSG_NOSIGNAL)
+            try:
+                skip = self._sock.sendmsg(views[at : at + _IOV_MAX], (), _NOW)
+            except BlockingIOError:
+                skip = 0
+                if not self._wait_for_room(deadline):
+                    return views[at:]
+
+    def _wait_for_room(self, deadline: float) -> bool:
+        """Waits until the kernel takes more; ``close`` ends the wait too.  False: not before the deadline."""
+        poll = select.poll()
+        poll.register(self._sock.fileno(), select.POLLOUT)
+        while not self._closed:
+            seconds = min(deadline - time.monotonic(), _LONGEST_WAIT)
+            if seconds <= 0:
+                return False
+            if poll.poll(seconds * 1000):
+                break
+        return True
 
     def send_now(self, data: bytes) -> None:
         """Sends without blocking, all or nothing more: for the few bytes of a handshake, which an empty send buffer
@@ -129,6 +161,33 @@ class SocketStream:
 
     def trust(self) -> None:
         """Nothing changes for a plain socket; see ``TlsStream.trust``."""
+
+    # --- is the peer's host there? ---
+
+    def watch_host(self, seconds: float) -> None:
+        """On TCP, lets the kernel close an idle connection whose peer's host does not respond for about that long."""
+        if self._sock.family == socket.AF_UNIX:
+            return
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, round(seconds / 2)))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, round(seconds / 8)))
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+
+    def host_is_silent(self, seconds: float) -> bool:
+        """Whether the peer's host has acknowledged nothing for that long, though the kernel asked again and again.
+
+        This is for a connection with data under way, on which the kernel sends no keepalives.  ``TCP_USER_TIMEOUT``
+        would do the same and more: it also closes a connection whose peer acknowledges but reads nothing, because its
+        process is stopped or holds the GIL, and such a worker is not lost.
+        """
+        if self._sock.family == socket.AF_UNIX or self._closed:
+            return False
+        try:
+            info = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+            retransmits, probes, last_acknowledgement = _TCP_INFO.unpack(info)
+        except (OSError, struct.error):
+            return False
+        return bool(max(retransmits, probes) >= _UNANSWERED and last_acknowledgement >= seconds * 1000)
 
     def close(self) -> None:
         with self._closing:

@@ -1,9 +1,9 @@
-"""TLS 1.3 for what crosses hosts: the certificate, the two contexts, and a stream that two threads may use.
+"""Mutual TLS 1.3 for TCP: certificates, contexts, and a stream that two threads may use.
 
-The certificate is made at start and pinned: the dialler learns its SHA-256 fingerprint where it learns the address.
-So nobody has to run a certificate authority for a job that lives an hour; who has one gives files instead.  In both
-cases the fingerprint goes into the handshake's MACs (see ``handshake``), so a machine in the middle fails even with a
-certificate that the authority has signed.
+Both ends show a certificate.  By default each worker makes its own at start, signed by an authority that every worker
+derives from the job's secret, so a peer without the secret does not get through TLS.  Users who run an authority of
+their own give files instead.  In both cases each end compares the other's certificate with the fingerprint in the other
+worker's signed record, and both fingerprints go into the MACs of the handshake (see ``handshake``).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import hashlib
 import hmac
+import math
 import os
 import re
 import ssl
@@ -19,18 +20,28 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
 from telegrad.transport.sockets import SocketStream
 
-__all__ = ["Certificate", "TlsStream", "client_context", "load_certificate", "make_certificate", "server_context"]
+__all__ = [
+    "Authority",
+    "Certificate",
+    "TlsEnd",
+    "TlsStream",
+    "load_authority",
+    "load_certificate",
+    "make_authority",
+    "tls_end",
+]
 
 _PLAIN_CHUNK = 256 << 10  # encrypted at a time: bounds the memory of a send, and how long a reader waits for the lock
 _RAW_CHUNK = 256 << 10  # read from the socket at a time
 _STRANGER_CHUNK = 4 << 10  # the same, before the peer is known: hundreds of strangers may wait at once
 _STRANGER_TOTAL = 64 << 10  # what a stranger may say at all; a full exchange takes 2 KiB
 _RECORD_HEADER = 5  # type, version (2), length (2)
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -40,34 +51,85 @@ class Certificate:
     fingerprint: bytes
 
 
-def make_certificate() -> Certificate:
-    """Makes a key pair and signs it with itself.  The key never touches a disk."""
-    try:
-        from cryptography import x509
+@dataclass(frozen=True)
+class Authority:
+    """Whose signature a peer's certificate needs.
+
+    ``names_workers``: the authority vouches for names, so a certificate must carry its worker's name.  The authority
+    that is derived from the job's secret does not: every worker could sign with it.
+    """
+
+    cert_pem: bytes
+    names_workers: bool
+    _key: Any = field(default=None, repr=False)
+
+    def sign(self, name: str) -> Certificate:
+        """Makes a key pair and a certificate for a worker of that name.  The key never touches a disk."""
         from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+
+        key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _certificate(name, key.public_key(), self._key, is_authority=False)
+        pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        return Certificate(
+            certificate.public_bytes(pem),
+            key.private_bytes(pem, pkcs8, serialization.NoEncryption()),
+            certificate.fingerprint(hashes.SHA256()),
+        )
+
+
+_AUTHORITY_NAME = "telegrad job"
+
+
+def make_authority(key: bytes) -> Authority:
+    """The authority of a job, derived from the job's key: equal on all workers that have the same key."""
+    try:
+        from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise UsageError(
             "encrypting TCP needs the package 'cryptography' (pip install cryptography), or certificate files"
         ) from error
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "telegrad worker")])
+    number = int.from_bytes(hmac.digest(key, b"telegrad certificate authority", "sha256"), "big")
+    private = ec.derive_private_key(number % (_P256_ORDER - 1) + 1, ec.SECP256R1())
+    certificate = _certificate(_AUTHORITY_NAME, private.public_key(), private, is_authority=True)
+    return Authority(certificate.public_bytes(serialization.Encoding.PEM), names_workers=False, _key=private)
+
+
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+
+
+def _certificate(name: str, public: Any, authority: Any, is_authority: bool) -> Any:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
+    def name_of(text: str) -> Any:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text[:64])])
+
     now = datetime.datetime.now(datetime.UTC)
-    certificate = (
+    return (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
+        .subject_name(name_of(name))
+        .issuer_name(name_of(_AUTHORITY_NAME))
+        .public_key(public)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))  # clocks of a cluster differ
         .not_valid_after(now + datetime.timedelta(days=3650))
-        .sign(key, hashes.SHA256())
+        .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA256())
     )
-    return Certificate(
-        certificate.public_bytes(serialization.Encoding.PEM),
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
-        certificate.fingerprint(hashes.SHA256()),
-    )
+
+
+def load_authority(ca_file: str | os.PathLike[str]) -> Authority:
+    """The user's own authority, or several in one file."""
+    try:
+        pem = Path(ca_file).read_bytes()
+        ssl.create_default_context(cadata=pem.decode())
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise UsageError(f"cannot read certificate authorities from {os.fspath(ca_file)}: {error}") from error
+    return Authority(pem, names_workers=True)
 
 
 def load_certificate(cert_file: str | os.PathLike[str], key_file: str | os.PathLike[str]) -> Certificate:
@@ -79,7 +141,7 @@ def load_certificate(cert_file: str | os.PathLike[str], key_file: str | os.PathL
             raise UsageError(f"no PEM certificate in {os.fspath(cert_file)}")
         der = ssl.PEM_cert_to_DER_cert(first.group().decode())
         certificate = Certificate(cert_pem, key_pem, hashlib.sha256(der).digest())
-        server_context(certificate)
+        _show(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), certificate)
     except (OSError, UnicodeDecodeError, ValueError) as error:
         if isinstance(error, UsageError):
             raise
@@ -89,40 +151,43 @@ def load_certificate(cert_file: str | os.PathLike[str], key_file: str | os.PathL
     return certificate
 
 
-def server_context(certificate: Certificate) -> ssl.SSLContext:
-    """For the side that listens.  Session tickets are off: each connection proves itself anew."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+@dataclass(frozen=True)
+class TlsEnd:
+    """How one end of a connection speaks TLS, and the fingerprint of the certificate that it shows."""
+
+    context: ssl.SSLContext
+    fingerprint: bytes
+    server_side: bool
+
+
+def tls_end(certificate: Certificate, authority: Authority, *, server_side: bool) -> TlsEnd:
+    """Shows this certificate, and asks the peer for one that the authority has signed.
+
+    Host names are not checked: a worker is known by the fingerprint in its record, and where the authority names
+    workers by its name.  Session tickets are off: each connection proves itself anew.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authority.cert_pem.decode())
+    if server_side:
+        context.num_tickets = 0
+    _show(context, certificate)
+    return TlsEnd(context, certificate.fingerprint, server_side)
+
+
+def _show(context: ssl.SSLContext, certificate: Certificate) -> None:
     # OpenSSL wants a file name; an anonymous file in memory has one, and leaves nothing behind.
     descriptor = os.memfd_create("telegrad-certificate", os.MFD_CLOEXEC)
     with open(descriptor, "wb") as file:
         file.write(certificate.cert_pem + b"\n" + certificate.key_pem)
         file.flush()
         context.load_cert_chain(f"/proc/self/fd/{descriptor}", password=_no_password)
-    return context
 
 
 def _no_password() -> str:
     raise UsageError("the key file is encrypted: give one without a password")  # OpenSSL would ask the terminal
-
-
-def client_context(ca_file: str | os.PathLike[str] | None = None) -> ssl.SSLContext:
-    """For the side that dials.  Without ``ca_file`` it accepts any certificate: the caller *must* compare the pin.
-
-    Host names are not checked in either case: that the peer is the worker we dialled is what the handshake proves.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False
-    if ca_file is None:
-        context.verify_mode = ssl.CERT_NONE
-        return context
-    try:
-        context.load_verify_locations(cafile=ca_file)
-    except OSError as error:
-        raise UsageError(f"cannot read certificate authorities from {os.fspath(ca_file)}: {error}") from error
-    return context
 
 
 class TlsStream:
@@ -145,13 +210,15 @@ class TlsStream:
 
     drain: ClassVar[bool] = True  # decrypted bytes may wait here that the descriptor knows nothing of
 
-    def __init__(self, raw: SocketStream, context: ssl.SSLContext, *, server_side: bool) -> None:
+    def __init__(self, raw: SocketStream, end: TlsEnd) -> None:
         self._raw = raw
+        self._end = end
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=server_side)
+        self._tls = end.context.wrap_bio(self._incoming, self._outgoing, server_side=end.server_side)
         self._lock = threading.Lock()
         self._scratch = memoryview(bytearray(_STRANGER_CHUNK))
+        self._unsent: Sequence[memoryview] = ()  # encrypted, and not taken by the kernel before a deadline
         self._trusted = False
         self._heard = 0
         self._record_header = bytearray()
@@ -176,7 +243,10 @@ class TlsStream:
                 self._raw.send_now(self._outgoing.read())
             except ssl.SSLCertVerificationError as error:
                 self._complain()
-                raise AuthenticationError(f"the peer's certificate does not hold: {error.verify_message}") from error
+                raise AuthenticationError(
+                    f"the peer's certificate is not signed for this job ({error.verify_message}): set the same "
+                    "TELEGRAD_SECRET, and the same tls_ca if any, on every worker"
+                ) from error
             except ssl.SSLError as error:
                 self._complain()
                 raise ProtocolError(
@@ -197,13 +267,17 @@ class TlsStream:
         der = self._tls.getpeercert(binary_form=True)
         return hashlib.sha256(der).digest() if der else b""
 
-    def check_pin(self, fingerprint: bytes) -> None:
-        found = self.peer_fingerprint()
-        if not hmac.compare_digest(found, fingerprint):
-            raise AuthenticationError(
-                f"the peer shows the certificate {found.hex()[:16]}…, its address promised {fingerprint.hex()[:16]}…: "
-                "the worker was restarted, or someone is in between"
-            )
+    def binding(self) -> bytes:
+        """What the handshake's MACs are bound to: the certificates of both ends, the server's first."""
+        mine, theirs = self._end.fingerprint, self.peer_fingerprint()
+        return mine + theirs if self._end.server_side else theirs + mine
+
+    def peer_names(self) -> frozenset[str]:
+        """The DNS names in the peer's certificate; its common name, if it has none."""
+        certificate: Any = self._tls.getpeercert() or {}
+        names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
+        common = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+        return frozenset(names or common)
 
     def trust(self) -> None:
         """The peer has proved itself: from here on, big reads and no limit."""
@@ -262,9 +336,21 @@ class TlsStream:
             got += size
         return got
 
-    def send(self, buffers: Sequence[bytes | bytearray | memoryview]) -> None:
-        for chunk in _chunks(buffers):
-            self._raw.send([self._encrypt(chunk)])
+    def send(
+        self, buffers: Sequence[bytes | bytearray | memoryview], deadline: float = math.inf
+    ) -> Sequence[memoryview]:
+        self._unsent = self._raw.send(self._unsent, deadline) if self._unsent else ()
+        chunks = _chunks(buffers)
+        while chunks and not self._unsent:
+            self._unsent = self._raw.send([self._encrypt(chunks.pop(0))], deadline)
+        rest = [view for chunk in chunks for view in chunk]
+        return rest or ([_NOTHING] if self._unsent else ())  # with nothing, the next send begins with what is encrypted
+
+    def watch_host(self, seconds: float) -> None:
+        self._raw.watch_host(seconds)
+
+    def host_is_silent(self, seconds: float) -> bool:
+        return self._raw.host_is_silent(seconds)
 
     def send_now(self, data: bytes) -> None:
         """As ``SocketStream.send_now``."""

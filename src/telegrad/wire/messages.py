@@ -14,11 +14,12 @@ Reply, Failure  callee             nothing             an unknown call id is ign
 Note            anyone             NoteAck             repeated until acknowledged; the receiver takes it once
 NoteAck         receiver of a Note nothing             yes
 Taken           receiver of a body nothing             never repeated: the slab may be out again
-Ping            dialler            Pong                yes
-Pong            listener           nothing             yes
 Goodbye         anyone             nothing             yes
 LaneOpen        anyone             nothing             yes
 =============== ================== =================== ==========================================================
+
+On a link, the side that dialled sends requests (``FROM_DIALLER``), and the other side answers them
+(``FROM_DIALLED``): a worker that dials out cannot be made to run anything by the worker that it reaches.
 
 The payloads of a Note are the RRef fork protocol (see ``rref.ledger``) and all of autograd (``autograd.engine``).
 """
@@ -29,7 +30,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from telegrad.ids import GlobalId
+from telegrad.ids import GlobalId, PassId
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -158,14 +159,6 @@ class Taken(_Record, frozen=True, tag=6):
 # --- the connection -------------------------------------------------------------------------------------------
 
 
-class Ping(_Record, frozen=True, tag=7):
-    pass
-
-
-class Pong(_Record, frozen=True, tag=8):
-    pass
-
-
 class Goodbye(_Record, frozen=True, tag=9):
     """The sender shuts down on purpose; what follows is not a loss."""
 
@@ -233,7 +226,7 @@ class PassHead(_Record, frozen=True):
     """What a worker must know of a backward pass in order to take part.  ``floor``: the lowest number of a pass of
     that root that still runs."""
 
-    pass_id: GlobalId  # made by the root, the worker on which backward was called
+    pass_id: PassId
     context_id: int
     retain_graph: bool
     create_graph: bool
@@ -253,7 +246,7 @@ class Report(_Record, frozen=True):
 class Finished(_Record, frozen=True, tag=42):
     """All that ``count`` Gradients caused is done, but for ``owed`` Gradients that went back to their sender."""
 
-    pass_id: GlobalId
+    pass_id: PassId
     count: int
     owed: int
     reports: tuple[Report, ...]
@@ -287,7 +280,7 @@ class Explored(_Record, frozen=True, tag=44):
     ``curious``: the workers that want to know when the wave has ended.
     """
 
-    pass_id: GlobalId
+    pass_id: PassId
     count: int
     owed: int
     curious: tuple[int, ...]
@@ -296,19 +289,19 @@ class Explored(_Record, frozen=True, tag=44):
 class PlanWanted(_Record, frozen=True, tag=45):
     """Asks the root to find out which sends are live."""
 
-    pass_id: GlobalId
+    pass_id: PassId
 
 
 class PlanKnown(_Record, frozen=True, tag=46):
     """The wave has ended: whoever was not told that a send of its is live, knows that it is not."""
 
-    pass_id: GlobalId
+    pass_id: PassId
 
 
 class PassFailed(_Record, frozen=True, tag=47):
     """Tells the root why a pass cannot end well; the details of the exception are in the note's body."""
 
-    pass_id: GlobalId
+    pass_id: PassId
     worker: str
     type_name: str
     text: str
@@ -318,7 +311,7 @@ class PassFailed(_Record, frozen=True, tag=47):
 class EndPass(_Record, frozen=True, tag=48):
     """The pass has failed: drop what is left of it, and tell those whom you drew into it."""
 
-    pass_id: GlobalId
+    pass_id: PassId
     context_id: int
     reason: str
 
@@ -356,6 +349,8 @@ class NoteAck(_Record, frozen=True, tag=31):
     seqs: tuple[int, ...]
 
 
-Message = (
-    Call | RemoteCall | Fetch | Reply | Failure | Taken | Ping | Pong | Goodbye | LaneOpen | Barrier | Note | NoteAck
-)
+Message = Call | RemoteCall | Fetch | Reply | Failure | Taken | Goodbye | LaneOpen | Barrier | Note | NoteAck
+
+_FROM_BOTH = frozenset((Taken, Goodbye, LaneOpen, NoteAck))
+FROM_DIALLER = _FROM_BOTH | {Call, RemoteCall, Fetch, Barrier, Note}
+FROM_DIALLED = _FROM_BOTH | {Reply, Failure}

@@ -80,8 +80,8 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
 class FaultyWorker(CompatWorker):
     faults: FaultyTensorPipeRpcBackendOptions
 
-    def _dial_peer(self, agent: Agent, peer: Peer) -> Link:
-        link = super()._dial_peer(agent, peer)
+    def _dial_peer(self, agent: Agent, peer: Peer, timeout: float) -> Link:
+        link = super()._dial_peer(agent, peer, timeout)
         link.send = self._faulty(link.send)  # type: ignore[method-assign]
         return link
 

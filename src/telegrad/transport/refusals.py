@@ -1,0 +1,39 @@
+"""The log of what was refused, bounded: a stranger must not be able to fill a disk."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+LINES = 20  # written in each window
+WINDOW = 60.0  # seconds
+
+
+class RefusalLog:
+    """Writes a line for each of the first refusals in a minute, and for the others one line with their number.
+
+    ``kind``: what is refused, in the plural.
+    """
+
+    def __init__(self, log: logging.Logger, kind: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log = log
+        self._kind = kind
+        self._clock = clock
+        self._window_ends = 0.0
+        self._lines = 0
+        self._unwritten = 0
+
+    def add(self, what: str, reason: str) -> None:
+        now = self._clock()
+        if now >= self._window_ends:
+            if self._unwritten:
+                self._log.warning("refused %d more %s, not logged one by one", self._unwritten, self._kind)
+            self._window_ends, self._lines, self._unwritten = now + WINDOW, 0, 0
+        self._lines += 1
+        if self._lines <= LINES:
+            self._log.warning("refused %s: %s", what, reason)
+            return
+        self._unwritten += 1
+        if self._unwritten == 1:
+            self._log.warning("more refused %s are only counted for the rest of this minute", self._kind)
