@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -58,6 +59,9 @@ class Hosts:
 
     def cut(self) -> None:
         ip("-n", self.namespaces[1], "link", "set", self.interfaces[1], "down")
+
+    def mend(self) -> None:
+        ip("-n", self.namespaces[1], "link", "set", self.interfaces[1], "up")
 
 
 @pytest.fixture
@@ -197,7 +201,7 @@ def test_an_open_address_without_a_secret_is_refused(pair: list[Puppet]) -> None
         pair[0].run(deeds.start_worker, "worker0", 0, 1, options)
 
 
-def test_a_cut_cable_is_noticed_by_silence(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_cut_cable_is_noticed_in_the_middle_of_a_call(hosts: Hosts, pair: list[Puppet]) -> None:
     join(pair, heartbeat=1.0)
     pair[0].run(rpc.rpc_sync, "worker1", deeds.nothing)
     pair[1].run(rpc.rpc_sync, "worker0", deeds.nothing)
@@ -211,17 +215,63 @@ def test_a_cut_cable_is_noticed_by_silence(hosts: Hosts, pair: list[Puppet]) -> 
     for rank, one in enumerate(pending):
         kind, text, _ = one.result(10)
         assert kind == "WorkerLostError"
-        assert f"worker 'worker{1 - rank}' is lost (it was silent for" in text
-    assert time.monotonic() - start < 1.0 + AT_ONCE
+        assert f"worker 'worker{1 - rank}' is lost (its host" in text
+        assert "respond" in text
+    assert time.monotonic() - start < 3.0 + AT_ONCE
     leave(pair, 10)
 
 
-def test_a_cable_cut_before_the_first_call_is_a_lost_worker_too(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_cut_cable_is_noticed_while_data_is_under_way(hosts: Hosts, pair: list[Puppet]) -> None:
+    """On such a connection the kernel sends no keepalives, and retransmits for a quarter of an hour."""
+    join(pair, heartbeat=1.0)
+    pair[0].run(rpc.rpc_sync, "worker1", deeds.nothing)
+    hosts.cut()
+    pending = pair[0].start(deeds.outcome, deeds.big_message, "worker1", 64 << 20)
+    kind, text, _ = pending.result(20)
+    assert kind == "WorkerLostError"
+    assert "worker 'worker1' is lost (its host has not responded for 1 s)" in text
+    leave(pair[:1], 10)
+
+
+def test_a_stopped_process_on_another_host_is_not_lost(hosts: Hosts, pair: list[Puppet]) -> None:
+    """Its kernel acknowledges, but takes no more than its buffers hold: ``TCP_USER_TIMEOUT`` would end that."""
+    join(pair, heartbeat=1.0)
+    pair[0].run(rpc.rpc_sync, "worker1", deeds.nothing)
+    pair[1].signal(signal.SIGSTOP)
+    pending = pair[0].start(deeds.big_message, "worker1", 64 << 20)
+    time.sleep(4)
+    pair[1].signal(signal.SIGCONT)
+    pending.result()
+    assert "lost" not in pair[0].log() + pair[1].log()
+    leave(pair, 10)
+
+
+def test_a_cable_cut_before_the_first_call_costs_that_call_and_not_the_worker(hosts: Hosts, pair: list[Puppet]) -> None:
     join(pair, heartbeat=1.0)
     hosts.cut()
-    kind, text, seconds = pair[1].run(deeds.outcome, rpc.rpc_sync, "worker0", deeds.nothing)  # it has no route
-    assert kind == "WorkerLostError", text
-    kind, text, seconds = pair[0].run(deeds.outcome, rpc.rpc_sync, "worker1", deeds.nothing)  # nobody answers it
-    assert kind == "WorkerLostError", text
-    assert seconds < 1.0 + AT_ONCE
+    for rank, puppet in enumerate(pair):  # one has no route, the other gets no answer
+        call = deeds.outcome, rpc.rpc_sync, f"worker{1 - rank}", deeds.nothing
+        kind, text, seconds = puppet.run(*call, timeout=1.0)
+        assert kind == "RpcTimeoutError", text
+        assert f"worker 'worker{1 - rank}': no connection within 1.0 s" in text
+        assert seconds < 1.0 + AT_ONCE
+    hosts.mend()
+    for rank, puppet in enumerate(pair):
+        assert puppet.run(rpc.rpc_sync, f"worker{1 - rank}", deeds.add, args=(1, 2)) == 3
+    leave(pair, 20)
+
+
+def test_a_dial_that_fails_is_repeated_until_the_calls_deadline(hosts: Hosts, pair: list[Puppet]) -> None:
+    join(pair, heartbeat=1.0)
+    hosts.cut()
+    pending = pair[0].start(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2))
+    time.sleep(1.5)
+    hosts.mend()
+    assert pending.result() == 3
+    leave(pair, 20)
+
+
+def test_a_host_that_was_never_reached_does_not_hold_up_shutdown(hosts: Hosts, pair: list[Puppet]) -> None:
+    join(pair, heartbeat=1.0)
+    hosts.cut()
     leave(pair, 20)

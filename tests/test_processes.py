@@ -234,27 +234,6 @@ def test_a_worker_that_nobody_called_is_missed_at_shutdown_and_not_waited_for() 
         leave(cast[:2], 10)
 
 
-def test_a_stopped_worker_is_noticed_by_its_silence() -> None:
-    with puppets(2) as cast:
-        join(cast, heartbeat=1.0)
-        waiting, stopped = cast
-        waiting.run(rpc.rpc_sync, "worker1", deeds.nothing)
-        stopped.signal(signal.SIGSTOP)
-        kind, text, seconds = waiting.run(deeds.outcome, rpc.rpc_sync, "worker1", deeds.nothing, timeout=0)
-        assert kind == "WorkerLostError"
-        assert "silent" in text
-        assert 0.5 < seconds < 1.0 + AT_ONCE
-        leave([waiting], 5)
-
-
-def test_an_idle_worker_hears_heartbeats_and_is_not_lost() -> None:
-    with troupe(2, heartbeat=0.4) as (first, _):
-        first.run(rpc.rpc_sync, "worker1", deeds.nothing)
-        time.sleep(1.5)
-        assert first.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
-        assert "lost" not in first.log()
-
-
 def test_a_job_that_was_stopped_as_a_whole_goes_on() -> None:
     """As after a Ctrl-Z, or on a laptop that slept."""
     with troupe(2, heartbeat=1.0) as cast:
@@ -265,7 +244,6 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on() -> None:
         time.sleep(3)
         for puppet in cast:
             puppet.signal(signal.SIGCONT)
-        time.sleep(1.5)  # for the clocks to look
         assert first.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
         assert "lost" not in first.log()
 
@@ -345,7 +323,7 @@ def test_a_message_that_takes_longer_than_the_heartbeat_is_no_silence(transport:
     with puppets(2) as cast:
         for puppet in cast:
             puppet.run(deeds.close_lanes)
-        join(cast, transports=(transport,), heartbeat=0.5)
+        join(cast, transports=(transport,), heartbeat=0.5, secret="a secret of these tests")
         cast[0].run(deeds.big_message, "worker1", 600 * MB)
         assert "lost" not in cast[0].log() + cast[1].log()
         leave(cast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import gc
 import multiprocessing
 import os
@@ -505,3 +506,24 @@ def results_waited_for_in_another_mode(to: str, enabled: bool) -> list[bool]:
         with torch.set_grad_enabled(not enabled):
             found.append(future.wait().requires_grad)
     return found
+
+
+def hold_gil(seconds: int) -> int:
+    """Runs no other Python code in this process meanwhile, as a long call of a C library does."""
+    ctypes.PyDLL(None).sleep(seconds)
+    return seconds
+
+
+def send_big(to: str, size: int, timeout: float) -> int:
+    """The size of a tensor, as the other side sees it."""
+    return rpc.rpc_sync(to, ends_of, args=(torch.zeros(size, dtype=torch.uint8),), timeout=timeout)[0]  # type: ignore[no-any-return]
+
+
+def fork_unnoticed() -> int:
+    """A child that C code forked: Python's hooks do not run in it."""
+    libc = ctypes.PyDLL(None)
+    child = int(libc.fork())
+    if child == 0:
+        libc.sleep(600)
+        libc._exit(0)
+    return child

@@ -9,6 +9,7 @@ dies, the workers turn to the next one; workers that are lost, or have left, are
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -40,10 +41,17 @@ class BarrierLeader:
         message = frame.message
         assert isinstance(message, Barrier)
         with self._lock:
+            self._leave_other_rounds(link.peer_id, message.round)
             current = self._rounds.setdefault(message.round, _Round())
             current.present[link.peer_id] = lambda again: self._agent.answer(link, message.call_id, again)
             current.active |= message.active
         self._look()
+
+    def _leave_other_rounds(self, worker: int, number: int) -> None:
+        """A worker waits in one round at a time, so there are at most as many rounds as workers."""
+        for other, current in list(self._rounds.items()):
+            if other != number and current.present.pop(worker, None) is not None and not current.present:
+                del self._rounds[other]
 
     def _look(self) -> None:
         """Answers the rounds in which all are present."""
@@ -71,17 +79,20 @@ class BarrierLeader:
         return [p.name for p in self._agent.peers if p.state is PeerState.KNOWN and p.id not in present]
 
     def find_the_dead(self) -> None:
-        """Reaches out to every worker: those that cannot be reached are lost, and no longer waited for."""
+        """Connects to every worker: those that cannot be reached are lost, and no longer waited for."""
         for peer in self._agent.peers:
             if peer.state is PeerState.KNOWN and peer.link is None and not peer.accepted:
                 self._agent.pool.submit((lambda peer, _: _try_link(self._agent, peer), peer, None))
 
 
-def _try_link(agent: Agent, peer: object) -> None:
+def _try_link(agent: Agent, peer: Peer) -> bool:
+    """Whether there is a way to a worker; one that does not answer is lost, since nothing watches over it."""
     try:
-        agent.link_to(peer)  # type: ignore[arg-type]
-    except TelegradError:
-        pass  # the agent has noted the loss, or the peer is slow to start and will come
+        agent.link_to(peer, time.monotonic() + agent.options.heartbeat)
+    except TelegradError as error:
+        agent.peer_gone(peer, PeerState.LOST, str(error))  # if the agent has not noted the loss
+        return False
+    return True
 
 
 def leader_of(agent: Agent) -> Peer:
@@ -101,6 +112,8 @@ def go_round(agent: Agent, leader: BarrierLeader, number: int, active: bool, tim
         head = leader_of(agent)
         if head.id == agent.me.worker_id:
             leader.find_the_dead()
+        elif not _try_link(agent, head):
+            continue  # it cannot be reached: the next one leads
         try:
             waiting = agent.start_call(head, "shutdown", timeout, lambda call_id, _: Barrier(call_id, number, active))
             return bool(agent.wait(waiting))

@@ -7,6 +7,7 @@ That lets a thread that waits for its answer read the socket itself, with no thr
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import select
 import threading
@@ -26,6 +27,7 @@ from telegrad.wire.messages import Message
 
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256
+_HOST_IS_GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}  # what TCP keepalives end with
 _LONGEST_NAP = 1.0  # seconds: a link that another thread closed is noticed after this at the latest
 
 
@@ -332,7 +334,8 @@ class StreamLink:
         except ProtocolError as error:
             self._break(str(error))
         except (OSError, ValueError) as error:
-            self._break(f"receiving failed: {error}")
+            silent = isinstance(error, OSError) and error.errno in _HOST_IS_GONE
+            self._break(f"its host does not respond: {error}" if silent else f"receiving failed: {error}")
         except BaseException:
             self._break("the reading thread was interrupted")  # half a frame may be lost: the stream is of no use
             raise
