@@ -193,14 +193,21 @@ def puppets(count: int, env: Mapping[str, str] | None = None, netns: Sequence[st
             puppet.close()
 
 
-def join(cast: Sequence[Puppet], init_method: str = "", timeout: float = PATIENCE, **options: Any) -> None:
-    """Makes them the workers "worker0", "worker1" and so on of one job."""
+def join(
+    cast: Sequence[Puppet],
+    init_method: str = "",
+    timeout: float = PATIENCE,
+    options_of: Callable[[str], dict[str, Any]] | None = None,
+    **options: Any,
+) -> None:
+    """Makes them the workers "worker0", "worker1" and so on of one job; ``options_of``: what only one of them gets."""
     init_method = init_method or f"tcp://127.0.0.1:{free_port()}"
     options = {"init_timeout": timeout, "init_method": init_method, **options}
     pending = []
     for rank, puppet in enumerate(cast):
         puppet.name = f"worker{rank} (process {puppet.pid})"
-        pending.append(puppet.start(deeds.start_worker, f"worker{rank}", rank, len(cast), options))
+        more = options_of(f"worker{rank}") if options_of is not None else {}
+        pending.append(puppet.start(deeds.start_worker, f"worker{rank}", rank, len(cast), {**options, **more}))
     for one in pending:
         one.result(timeout + 5)
 

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
+from certificates import OwnAuthority
 from programs import deeds, slabs
 from puppets import PROGRAMS, Puppet, clean_environment, join, leave, puppets, troupe
 from support import AT_ONCE
@@ -23,21 +23,13 @@ from telegrad.launch import free_port
 
 MB = 1 << 20
 NAMES = ["worker0", "worker1", "worker2"]
-WAYS = {
+SECRET = "a secret of these tests"
+WAYS: dict[str, dict[str, Any]] = {
     "unix": {},
-    "tcp": {"transports": ("tcp",)},
-    "tls": {"transports": ("tcp",)},  # and files, see below
+    "tcp": {"transports": ("tcp",), "secret": SECRET},
+    "own certificates": {"transports": ("tcp",), "secret": SECRET},  # and files, see below
     "no lane": {},
 }
-
-
-def make_certificate_files(directory: Path) -> dict[str, str]:
-    from telegrad.transport.tls import make_certificate
-
-    certificate = make_certificate()
-    (directory / "cert.pem").write_bytes(certificate.cert_pem)
-    (directory / "key.pem").write_bytes(certificate.key_pem)
-    return {"tls_certificate": str(directory / "cert.pem"), "tls_key": str(directory / "key.pem")}
 
 
 @pytest.fixture(scope="module", params=list(WAYS))
@@ -49,14 +41,12 @@ def way(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def workers(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Puppet]]:
     """Three workers that live as long as this way is tested; each test leaves them as it found them."""
-    options = dict(WAYS[way])
-    if way == "tls":
-        options |= make_certificate_files(tmp_path_factory.mktemp("tls"))
+    authority = OwnAuthority(tmp_path_factory.mktemp("tls")) if way == "own certificates" else None
     with puppets(3) as cast:
         if way == "no lane":
             for puppet in cast:
                 puppet.run(deeds.close_lanes)
-        join(cast, **options)
+        join(cast, options_of=authority.files_for if authority else None, **WAYS[way])
         yield cast
         for puppet in cast:
             assert puppet.run(deeds.leftovers) == deeds.NO_LEFTOVERS
@@ -76,12 +66,9 @@ def test_everyone_calls_everyone(workers: list[Puppet]) -> None:
 def test_the_links_are_of_the_kind_that_was_asked_for(workers: list[Puppet], way: str) -> None:
     workers[0].run(deeds.call_all, NAMES)
     kinds = set(workers[0].run(deeds.links))
-    assert kinds == {"TlsStream" if way == "tls" else "SocketStream"}
-    assert {address.kind for address in workers[0].run(deeds.addresses)} == ({"unix", "tcp"} & set(_kinds(way)))
-
-
-def _kinds(way: str) -> tuple[str, ...]:
-    return ("tcp",) if way in ("tcp", "tls") else ("unix", "tcp")
+    by_tcp = "transports" in WAYS[way]
+    assert kinds == {"TlsStream" if by_tcp else "SocketStream"}
+    assert {address.kind for address in workers[0].run(deeds.addresses)} == {"tcp" if by_tcp else "unix"}
 
 
 def test_references_between_three(workers: list[Puppet]) -> None:
@@ -117,8 +104,8 @@ def test_a_function_that_cannot_be_imported_there_is_named(workers: list[Puppet]
 def test_big_tensors_come_back_the_same(workers: list[Puppet], way: str, megabytes: int) -> None:
     same, lanes = workers[0].run(deeds.send_around, "worker1", megabytes * MB + 13)
     assert same
-    assert (lanes > 0) == (way != "no lane")
-    assert (workers[0].run(slabs.shelf)["slabs"] > 0) == (way != "no lane")
+    assert (lanes > 0) == (way == "unix")
+    assert (workers[0].run(slabs.shelf)["slabs"] > 0) == (way == "unix")
 
 
 def test_replies_that_are_held_never_change(workers: list[Puppet]) -> None:
@@ -323,7 +310,7 @@ def test_a_message_that_takes_longer_than_the_heartbeat_is_no_silence(transport:
     with puppets(2) as cast:
         for puppet in cast:
             puppet.run(deeds.close_lanes)
-        join(cast, transports=(transport,), heartbeat=0.5, secret="a secret of these tests")
+        join(cast, transports=(transport,), heartbeat=0.5, secret=SECRET)
         cast[0].run(deeds.big_message, "worker1", 600 * MB)
         assert "lost" not in cast[0].log() + cast[1].log()
         leave(cast)

@@ -18,6 +18,7 @@ from telegrad import rpc
 from telegrad.errors import AuthenticationError, SerializationError, TelegradError, UsageError
 from telegrad.transport.dial import Address, dial
 from telegrad.transport.handshake import MAGIC, VERSION, Identity, derive_key
+from telegrad.transport.tls import make_authority, tls_end
 from telegrad.wire.frames import MAGIC as FRAME_MAGIC
 
 MB = 1 << 20
@@ -35,8 +36,12 @@ class Trap:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[list[Puppet]]:
-    with troupe(2, secret="ours") as cast:
+    with puppets(2) as cast:
+        for puppet in cast:
+            puppet.run(deeds.log_every_refusal)
+        join(cast, secret="ours")
         yield cast
+        leave(cast)
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -72,6 +77,12 @@ def hello(length: int, body: bytes = b"", kind: int = 1, version: int = VERSION)
     return HELLO.pack(MAGIC, version, kind, length) + body
 
 
+def good_hello() -> bytes:
+    """That of worker1, for worker0."""
+    body = os.urandom(32) + struct.pack("!H", 0) + Identity(1, "worker1").encode()
+    return hello(len(body), body)
+
+
 STRANGERS: dict[str, Callable[[Path], bytes]] = {
     "random bytes": lambda _: os.urandom(5000),
     "HTTP": lambda _: b"GET / HTTP/1.1\r\nHost: worker\r\n\r\n",
@@ -84,12 +95,8 @@ STRANGERS: dict[str, Callable[[Path], bytes]] = {
     "a length that does not fit": lambda _: hello(3, b"abc"),
     "another kind first": lambda _: hello(32, b"m" * 32, kind=3),
     "another version": lambda _: hello(60, b"h" * 60, version=99),
-    "a good hello, then a pickle": lambda trap: (
-        hello(32 + 4 + 7, os.urandom(32) + struct.pack("!HH", 0, 1) + b"worker1") + pickle.dumps(Trap(trap))
-    ),
-    "a good hello, then a wrong proof": lambda _: (
-        hello(32 + 4 + 7, os.urandom(32) + struct.pack("!HH", 0, 1) + b"worker1") + hello(32, bytes(32), kind=3)
-    ),
+    "a good hello, then a pickle": lambda trap: good_hello() + pickle.dumps(Trap(trap)),
+    "a good hello, then a wrong proof": lambda _: good_hello() + hello(32, bytes(32), kind=3),
 }
 
 
@@ -123,7 +130,7 @@ def test_a_stranger_who_says_nothing_is_shown_the_door_after_five_seconds(worker
     dripping = connect(addresses[0])
     start = time.monotonic()
     try:
-        for byte in hello(43)[:10]:
+        for byte in good_hello()[:10]:
             dripping.sendall(bytes([byte]))
             time.sleep(0.1)
         for sock in [*silent, dripping]:
@@ -145,7 +152,7 @@ def test_many_strangers_cost_little_memory_and_keep_nobody_out(workers: list[Pup
             sock = connect(address)
             crowd.append(sock)
             try:
-                sock.sendall(hello(43, os.urandom(32)))  # and never the rest
+                sock.sendall(good_hello()[:45])  # and never the rest
             except ConnectionError:
                 pass  # the oldest has to go when there are too many
         assert workers[1].run(rpc.rpc_sync, "worker0", deeds.add, args=(1, 2)) == 3
@@ -162,9 +169,14 @@ def test_many_strangers_cost_little_memory_and_keep_nobody_out(workers: list[Pup
 
 
 def test_a_handshake_with_another_secret_fails_on_both_sides(workers: list[Puppet], address: Address) -> None:
-    with pytest.raises(AuthenticationError, match="another secret"):
-        dial(address, derive_key(b"guessed", "job"), Identity(1, "worker1"), 0, 5.0)
-    assert "another secret" in workers[0].wait_for_log("another secret")
+    """On TCP it ends with the certificate, which the secret signs, on Unix with the first proof."""
+    guessed = derive_key(b"guessed", "job")
+    authority = make_authority(guessed)
+    tls = tls_end(authority.sign("worker1"), authority, server_side=False)
+    reason = "another secret" if address.kind == "unix" else "TELEGRAD_SECRET"
+    with pytest.raises(AuthenticationError, match=reason):
+        dial(address, guessed, Identity(1, "worker1"), Identity(0, "worker0"), 5.0, lambda _: None, tls)
+    assert workers[0].wait_for_log(reason)
 
 
 def test_a_stranger_who_floods_is_read_no_further(workers: list[Puppet], address: Address) -> None:

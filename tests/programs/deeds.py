@@ -21,6 +21,7 @@ import torch
 from telegrad import rpc
 from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError
+from telegrad.transport import refusals
 
 # --- called ---------------------------------------------------------------------------------------------------------
 
@@ -147,6 +148,11 @@ def links() -> list[str]:
     worker = current_worker()
     others = [peer for peer in worker.agent.peers if peer.id != worker.id]
     return [type(link._stream).__name__ for peer in others for link in peer.links]  # type: ignore[attr-defined]
+
+
+def log_every_refusal() -> None:
+    """For tests that count log lines, of which there is a limited number otherwise."""
+    refusals.LINES = 1_000_000
 
 
 def addresses() -> list[Any]:
