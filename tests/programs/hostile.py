@@ -1,0 +1,138 @@
+"""What a hostile worker process does: it has joined the job, and uses what it learned there against the others."""
+
+from __future__ import annotations
+
+import select
+from typing import Any
+
+import psutil
+import torch
+
+from telegrad import rpc
+from telegrad.current import current_worker
+from telegrad.errors import TelegradError
+from telegrad.rpc import api
+from telegrad.transport.dial import dial
+from telegrad.transport.handshake import Identity
+from telegrad.wire import codec
+from telegrad.wire.frames import prefix
+from telegrad.wire.messages import Body, Call, InPeer, TensorMeta
+
+kept: list[torch.Tensor] = []
+touched: list[str] = []
+
+
+def touch(by: str) -> str:
+    touched.append(by)
+    return by
+
+
+def touched_by() -> list[str]:
+    return touched
+
+
+def keep(tensor: torch.Tensor) -> None:
+    kept.append(tensor)
+
+
+def kept_values() -> list[float]:
+    return [float(tensor.sum()) for tensor in kept]
+
+
+def kept_double(tensor: torch.Tensor) -> float:
+    """Writes into what it is given, and says what was there."""
+    found = float(tensor.sum())
+    tensor.fill_(666.0)
+    return found
+
+
+def shared_memory_of_this_process() -> dict[str, Any]:
+    """What another worker of the job can read in this worker's record, and guess of its descriptors."""
+    worker = current_worker()
+    slabs = [(slab.number, slab.fd, slab.size) for slab in worker.agent.bodies.shelf._slabs]
+    me = worker.agent.me
+    return {"pid": me.pid, "fd": me.lane_fd, "word": me.lane_word, "slabs": slabs}
+
+
+def shares_memory_with(other: str) -> bool:
+    rpc.rpc_sync(other, touched_by)
+    link = current_worker().agent.peer(other).link
+    return link is not None and link.lane_open
+
+
+def listening_addresses() -> list[str]:
+    """The TCP addresses that this process listens on."""
+    found = psutil.Process().net_connections("tcp")
+    return [connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN]
+
+
+def claim_the_memory_of(other: dict[str, Any]) -> None:
+    """Before init_rpc: this worker's record will name another worker's process."""
+
+    class Forged(api.Proof):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pid, self.fd, self.word = other["pid"], other["fd"], other["word"]
+
+    api.Proof = Forged  # type: ignore[misc]
+
+
+def name_foreign_memory(victim: str, slab: tuple[int, int, int]) -> tuple[str, str]:
+    """Calls a worker with a tensor that is said to lie in another process's shared memory."""
+    agent = current_worker().agent
+    number, fd, size = slab
+    floats = TensorMeta(dtype_code(), (1000,), 0)
+    body = Body(tree=[[9, 0], None], buffers=(InPeer(number, fd, size),), tensors=(floats,))
+    peer = agent.peer(victim)
+    call = agent.start_call(peer, "attack", 10.0, lambda i, _: Call(i, "programs.hostile:kept_double", body))
+    try:
+        return "answered", str(agent.wait(call))
+    except TelegradError as error:
+        return type(error).__name__, str(error)
+
+
+def dtype_code() -> int:
+    from telegrad.wire.dtypes import DTYPES
+
+    return list(DTYPES).index(torch.float32)
+
+
+def pass_for(other: str, victim: str) -> str:
+    """Dials the victim under another worker's identity, and sends a request."""
+    worker = current_worker()
+    network: Any = worker.on_fork[0].__self__  # type: ignore[attr-defined]
+    fake, target = worker.agent.peer(other).record, worker.agent.peer(victim).record
+    address = network._choose(worker.agent.me, target)
+    try:
+        stream = dial(
+            address,
+            network._link_key,
+            Identity(fake.worker_id, fake.name, fake.nonce),
+            Identity(target.worker_id, target.name, target.nonce),
+            10.0,
+            lambda credentials: None,
+            network._client_tls if address.kind == "tcp" else None,
+        )
+    except (TelegradError, OSError) as error:
+        return f"refused: {error}"
+    try:
+        header = codec.encode(Call(1, "programs.hostile:touch", Body(tree=["stranger", None])))
+        stream.send([prefix(len(header), 0) + header])
+        answer = bytearray(1 << 12)
+        while select.select([stream.fileno()], [], [], 10.0)[0]:
+            try:
+                return "closed" if stream.recv_into(memoryview(answer)) == 0 else "answered"
+            except BlockingIOError:
+                continue
+        return "silence"
+    except OSError:
+        return "closed"
+    finally:
+        stream.close()
+
+
+def call(to: str) -> tuple[str, str]:
+    try:
+        return "answered", rpc.rpc_sync(to, touch, args=("honest",), timeout=5.0)
+    except (TelegradError, OSError) as error:
+        return type(error).__name__, str(error)
