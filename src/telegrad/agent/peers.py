@@ -30,6 +30,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
     allow_pickle: bool = True
     heartbeat: float = 0.0  # seconds of silence that it puts up with; 0: any
     world_size: int = 0  # how many workers it expects; 0: any number
+    nonce: bytes = b""  # random, new for each join
 
 
 class PeerState(enum.Enum):

@@ -40,7 +40,11 @@ class Network:
                 self._doors.append((sock, "unix", None))
                 self.addresses.append(Address("unix", path))
             if "tcp" in options.transports:
-                self._open_tcp(_listen_host(options, has_secret, near), has_secret, near)
+                host = _listen_host(options, has_secret, near)
+                if has_secret:
+                    self._open_tcp(host, has_secret, near)
+            if not self.addresses:
+                raise UsageError("the transport tcp needs a secret: set the same TELEGRAD_SECRET on every worker")
             self._listener = Listener(self._doors, key, identity, self._admit)
         except BaseException:
             for sock, _, _ in self._doors:
@@ -53,7 +57,7 @@ class Network:
             certificate = load_certificate(options.tls_certificate, options.tls_key)
         elif has_secret and not is_loopback(host):
             certificate = make_certificate()
-        sock, (bound, port) = listen_tcp(host, 0)
+        sock, (bound, port) = listen_tcp(host, self._options.port)
         self._doors.append((sock, "tcp", certificate))
         if bound in ("0.0.0.0", "::"):
             bound = _address_towards(near)  # it listens on all; the others need one
