@@ -91,31 +91,19 @@ class RpcBackendOptions:
         _transports: Any = None,  # of TensorPipe, which programs written for it may name
         _channels: Any = None,
     ) -> None:
-        num_worker_threads = _given("num_worker_threads", num_worker_threads, DEFAULT_THREADS, int)
-        rpc_timeout = _given("rpc_timeout", rpc_timeout, DEFAULT_TIMEOUT, float)
-        transports = _given("transports", transports, TRANSPORTS, _words)
-        port = _given("port", port, 0, int)
-        heartbeat = _given("heartbeat", heartbeat, DEFAULT_HEARTBEAT, float)
-        init_timeout = _given("init_timeout", init_timeout, DEFAULT_INIT_TIMEOUT, float)
-        allow_pickle = _given("allow_pickle", allow_pickle, True, _yes_or_no)
-        allow_cloudpickle = _given("allow_cloudpickle", allow_cloudpickle, True, _yes_or_no)
-        host = host if host is not None else _given("host", UNSET, None, str)
+        num_worker_threads = _option("num_worker_threads", num_worker_threads, DEFAULT_THREADS, int, _check_positive)
+        rpc_timeout = _option("rpc_timeout", rpc_timeout, DEFAULT_TIMEOUT, float, _check_seconds)
+        transports = _option("transports", transports, TRANSPORTS, _words, _check_transports)
+        host = host if host is not None else _option("host", UNSET, None, str)
+        port = _option("port", port, 0, int, _check_port)
         if tls_certificate is None and tls_key is None:  # a pair: both given, or both from the environment
-            tls_certificate = _given("tls_certificate", UNSET, None, str)
-            tls_key = _given("tls_key", UNSET, None, str)
-        tls_ca = tls_ca if tls_ca is not None else _given("tls_ca", UNSET, None, str)
-        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
-            raise UsageError(f"num_worker_threads must be a positive number, not {num_worker_threads!r}")
-        for name, seconds in (("rpc_timeout", rpc_timeout), ("heartbeat", heartbeat), ("init_timeout", init_timeout)):
-            if not isinstance(seconds, (int, float)) or not 0 <= seconds < math.inf:
-                raise UsageError(f"{name} must be a number of seconds, not {seconds!r}")
-        if heartbeat == 0:
-            raise UsageError("heartbeat must be more than 0 seconds")
-        if not isinstance(port, int) or not 0 <= port <= 65535:
-            raise UsageError(f"port must be a number from 0 to 65535, not {port!r}")
-        unknown = set(transports) - set(TRANSPORTS)
-        if unknown or not transports:
-            raise UsageError(f"transports must be of {', '.join(TRANSPORTS)}, not {list(transports)!r}")
+            tls_certificate = _option("tls_certificate", UNSET, None, str)
+            tls_key = _option("tls_key", UNSET, None, str)
+        tls_ca = tls_ca if tls_ca is not None else _option("tls_ca", UNSET, None, str)
+        heartbeat = _option("heartbeat", heartbeat, DEFAULT_HEARTBEAT, float, _check_heartbeat)
+        init_timeout = _option("init_timeout", init_timeout, DEFAULT_INIT_TIMEOUT, float, _check_seconds)
+        allow_pickle = _option("allow_pickle", allow_pickle, True, _yes_or_no)
+        allow_cloudpickle = _option("allow_cloudpickle", allow_cloudpickle, True, _yes_or_no)
         if (tls_certificate is None) != (tls_key is None):
             raise UsageError("tls_certificate and tls_key go together: give both files or neither")
         if tls_ca is not None and tls_certificate is None:
@@ -175,18 +163,53 @@ def warn_of_short_secret(secret: bytes | None) -> None:
         )
 
 
-def _given(name: str, value: Any, default: Any, parse: Callable[[str], Any]) -> Any:
-    """An option: as given, else from the environment, else the default."""
+def _option(
+    name: str,
+    value: Any,
+    default: Any,
+    parse: Callable[[str], Any],
+    check: Callable[[str, Any], None] = lambda name, value: None,
+) -> Any:
+    """As given, else from the environment, else the default."""
     if value is not UNSET:
+        check(name, value)
         return value
     variable = f"TELEGRAD_{name.upper()}"
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
     try:
-        return parse(text)
+        value = parse(text)
+        check(name, value)
     except ValueError as error:
         raise UsageError(f"the environment variable {variable} cannot be {text!r}: {error}") from None
+    return value
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a positive number, not {value!r}")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise UsageError(f"{name} must be a number of seconds, not {value!r}")
+
+
+def _check_heartbeat(name: str, value: Any) -> None:
+    _check_seconds(name, value)
+    if value == 0:
+        raise UsageError(f"{name} must be more than 0 seconds")
+
+
+def _check_port(name: str, value: Any) -> None:
+    if not isinstance(value, int) or not 0 <= value <= 65535:
+        raise UsageError(f"{name} must be a number from 0 to 65535, not {value!r}")
+
+
+def _check_transports(name: str, value: Any) -> None:
+    if not value or set(value) - set(TRANSPORTS):
+        raise UsageError(f"{name} must be of {', '.join(TRANSPORTS)}, not {list(value)!r}")
 
 
 def _words(text: str) -> tuple[str, ...]:
