@@ -46,9 +46,11 @@ UNSET: Any = _Unset()
 class RpcBackendOptions:
     """How a worker runs.  The first five are those of ``torch.distributed.rpc``; the rest are ours.
 
-    An option that is not given is taken from the environment, where it has a variable: ``TELEGRAD_`` and its name in
-    capitals, for all but ``init_method``, ``device_maps`` and ``devices``.  ``TELEGRAD_TRANSPORTS`` is a list with
-    commas, ``TELEGRAD_ALLOW_PICKLE`` and ``TELEGRAD_ALLOW_CLOUDPICKLE`` are 0 or 1.  An empty variable counts as unset.
+    An option that is not given is taken from the environment: from ``TELEGRAD_NUM_WORKER_THREADS``,
+    ``TELEGRAD_RPC_TIMEOUT``, ``TELEGRAD_SECRET``, ``TELEGRAD_TRANSPORTS`` (a list with commas), ``TELEGRAD_HOST``,
+    ``TELEGRAD_PORT``, ``TELEGRAD_TLS_CERTIFICATE``, ``TELEGRAD_TLS_KEY``, ``TELEGRAD_TLS_CA``, ``TELEGRAD_HEARTBEAT``,
+    ``TELEGRAD_INIT_TIMEOUT``, ``TELEGRAD_ALLOW_PICKLE`` and ``TELEGRAD_ALLOW_CLOUDPICKLE`` (0 or 1).  An empty variable
+    counts as unset.
 
     * ``num_worker_threads``: how many calls run at once.
     * ``rpc_timeout``: seconds that a call may take unless it says otherwise; 0: for ever.
