@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,11 @@ from telegrad.launch import free_port
 
 MB = 1 << 20
 NAMES = ["worker0", "worker1", "worker2"]
-WAYS = {
+SECRET = "a secret of this test"
+WAYS: dict[str, dict[str, Any]] = {
     "unix": {},
-    "tcp": {"transports": ("tcp",)},
-    "tls": {"transports": ("tcp",)},  # and files, see below
+    "tcp": {"transports": ("tcp",), "secret": SECRET},
+    "tls": {"transports": ("tcp",), "secret": SECRET},  # and files, see below
     "no lane": {},
 }
 
@@ -81,7 +83,7 @@ def test_the_links_are_of_the_kind_that_was_asked_for(workers: list[Puppet], way
 
 
 def _kinds(way: str) -> tuple[str, ...]:
-    return ("tcp",) if way in ("tcp", "tls") else ("unix", "tcp")
+    return ("tcp",) if way in ("tcp", "tls") else ("unix",)  # TCP needs a secret
 
 
 def test_references_between_three(workers: list[Puppet]) -> None:
@@ -345,7 +347,7 @@ def test_a_message_that_takes_longer_than_the_heartbeat_is_no_silence(transport:
     with puppets(2) as cast:
         for puppet in cast:
             puppet.run(deeds.close_lanes)
-        join(cast, transports=(transport,), heartbeat=0.5)
+        join(cast, transports=(transport,), secret=SECRET, heartbeat=0.5)
         cast[0].run(deeds.big_message, "worker1", 600 * MB)
         assert "lost" not in cast[0].log() + cast[1].log()
         leave(cast)
