@@ -139,9 +139,43 @@ def test_another_secret_is_refused(pair: list[Puppet]) -> None:
 
 
 def test_without_a_secret_hosts_do_not_talk_and_say_why(pair: list[Puppet]) -> None:
-    for one in begin(pair, (None, None), init_timeout=5):
-        with pytest.raises(RendezvousError, match=r"is on another host .* set the same TELEGRAD_SECRET on every"):
-            one.result()
+    first, second = begin(pair, (None, None), init_timeout=5)
+    with pytest.raises(RendezvousError, match=r"is on another host.* set the same TELEGRAD_SECRET on every worker"):
+        second.result()
+    with pytest.raises(RendezvousError, match=r"rank 1 of 2 did not come.*Without a secret.*set TELEGRAD_SECRET"):
+        first.result()
+
+
+def test_without_a_secret_the_store_cannot_be_reached_from_another_host(hosts: Hosts, pair: list[Puppet]) -> None:
+    options = {"init_method": f"tcp://{ADDRESSES[0]}:{PORT}", "init_timeout": 20}
+    with puppets(1, netns=hosts.namespaces[:1]) as (neighbour,):
+        serving = pair[0].start(deeds.start_worker, "worker0", 0, 2, options)
+        neighbour.start(deeds.start_worker, "worker1", 1, 2, options).result()  # by the host's own address
+        serving.result()
+        assert neighbour.run(deeds.connects, "127.0.0.1", PORT)
+        assert not pair[1].run(deeds.connects, ADDRESSES[0], PORT)
+        leave([pair[0], neighbour])
+
+
+def test_without_a_secret_a_forged_record_of_another_host_is_refused(hosts: Hosts, pair: list[Puppet]) -> None:
+    """The store is torchrun's, which anyone can read and write: it listens on all addresses."""
+    port = pair[0].run(deeds.serve_store, ADDRESSES[0])
+    env = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "0"}
+    env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
+    with puppets(1, env, netns=hosts.namespaces[:1]) as (victim,):
+        pending = victim.start(deeds.outcome, rpc.init_rpc, "worker0")
+        pair[1].run(deeds.forge_record, ADDRESSES[0], port, ADDRESSES[1])
+        kind, text, _ = pending.result()
+    assert kind == "RendezvousError"
+    assert "worker 'worker1' is on another host and this job has no secret" in text
+
+
+def test_a_worker_listens_on_the_port_that_it_was_given(pair: list[Puppet]) -> None:
+    join(pair, port=4711)
+    for puppet in pair:
+        assert {address.port for address in puppet.run(deeds.addresses) if address.kind == "tcp"} == {4711}
+    assert pair[0].run(rpc.rpc_sync, "worker1", deeds.whoami) == ("worker1", pair[1].pid)
+    leave(pair)
 
 
 def test_an_open_address_without_a_secret_is_refused(pair: list[Puppet]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from telegrad.compat.rpc import TensorPipeRpcBackendOptions as CompatOptions
+from telegrad.compat.rpc.backend_registry import BackendType, construct_rpc_backend_options
 from telegrad.errors import UsageError
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
-from telegrad.rpc.options import SECRET_VARIABLE, check_name
+from telegrad.rpc.options import SECRET_VARIABLE, check_name, warn_of_short_secret
 
 
 def test_the_defaults_are_torchs() -> None:
@@ -30,15 +34,119 @@ def test_the_defaults_are_torchs() -> None:
         ({"init_timeout": -0.1}, "init_timeout must be"),
         ({"heartbeat": -1}, "heartbeat must be"),
         ({"heartbeat": 0}, "heartbeat must be more than 0 seconds"),
+        ({"heartbeat": float("nan")}, "heartbeat must be"),
+        ({"init_timeout": float("inf")}, "init_timeout must be"),
+        ({"port": -1}, "port must be a number from 0 to 65535, not -1"),
+        ({"port": 65536}, "port must be"),
+        ({"port": "80"}, "port must be"),
         ({"transports": ("ib",)}, r"transports must be of unix, tcp, not \['ib'\]"),
         ({"transports": ()}, "transports must be of unix, tcp"),
-        ({"tls_key": "key.pem"}, "tls_certificate and tls_key go together"),
-        ({"tls_certificate": "cert.pem"}, "tls_certificate and tls_key go together"),
+        ({"tls_key": "key.pem"}, "tls_certificate, tls_key and tls_ca go together"),
+        ({"tls_certificate": "cert.pem"}, "tls_certificate, tls_key and tls_ca go together"),
     ],
 )
 def test_a_wrong_option_says_what_would_be_right(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         RpcBackendOptions(**wrong)
+
+
+# --- from the environment ---------------------------------------------------------------------------------------------
+
+VARIABLES = {
+    "num_worker_threads": ("3", 3),
+    "rpc_timeout": ("7.5", 7.5),
+    "transports": ("tcp, unix", ("tcp", "unix")),
+    "host": ("10.0.0.1", "10.0.0.1"),
+    "port": ("4000", 4000),
+    "tls_certificate": ("cert.pem", "cert.pem"),
+    "tls_key": ("key.pem", "key.pem"),
+    "tls_ca": ("ca.pem", "ca.pem"),
+    "heartbeat": ("2", 2.0),
+    "init_timeout": ("30", 30.0),
+    "allow_pickle": ("0", False),
+    "allow_cloudpickle": ("no", False),
+}
+
+KINDS: dict[str, Callable[[], RpcBackendOptions]] = {
+    "telegrad": RpcBackendOptions,
+    "compat": CompatOptions,
+    "compat without options": lambda: construct_rpc_backend_options(BackendType["TENSORPIPE"]),
+}
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS.keys())
+def test_options_come_from_the_environment(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Any]) -> None:
+    for name, (text, _) in VARIABLES.items():
+        monkeypatch.setenv(f"TELEGRAD_{name.upper()}", text)
+    options = make()
+    assert {name: getattr(options, name) for name in VARIABLES} == {
+        name: value for name, (_, value) in VARIABLES.items()
+    }
+
+
+def test_an_argument_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (text, _) in VARIABLES.items():
+        monkeypatch.setenv(f"TELEGRAD_{name.upper()}", text)
+    given = {
+        "num_worker_threads": 16,
+        "rpc_timeout": 60.0,
+        "transports": ("unix", "tcp"),
+        "host": "10.0.0.2",
+        "port": 0,
+        "tls_certificate": "mine.pem",
+        "tls_key": "my-key.pem",
+        "tls_ca": "my-ca.pem",
+        "heartbeat": 10.0,
+        "init_timeout": 300.0,
+        "allow_pickle": True,
+        "allow_cloudpickle": True,
+    }
+    options = RpcBackendOptions(**given)  # type: ignore[arg-type]
+    assert {name: getattr(options, name) for name in given} == given
+    assert CompatOptions(rpc_timeout=60, num_worker_threads=16).rpc_timeout == 60
+    assert construct_rpc_backend_options(BackendType["TENSORPIPE"], rpc_timeout=60).rpc_timeout == 60
+
+
+def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in VARIABLES:
+        monkeypatch.setenv(f"TELEGRAD_{name.upper()}", " ")
+    options, default = RpcBackendOptions(), {"host": None, "port": 0, "transports": ("unix", "tcp"), "heartbeat": 10.0}
+    assert {name: getattr(options, name) for name in default} == default
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("TELEGRAD_NUM_WORKER_THREADS", "many", "TELEGRAD_NUM_WORKER_THREADS cannot be 'many'"),
+        ("TELEGRAD_NUM_WORKER_THREADS", "0", "TELEGRAD_NUM_WORKER_THREADS cannot be '0'.*positive number"),
+        ("TELEGRAD_RPC_TIMEOUT", "1 s", "TELEGRAD_RPC_TIMEOUT cannot be '1 s'"),
+        ("TELEGRAD_RPC_TIMEOUT", "-1", "TELEGRAD_RPC_TIMEOUT cannot be '-1'.*number of seconds"),
+        ("TELEGRAD_HEARTBEAT", "nan", "TELEGRAD_HEARTBEAT cannot be 'nan'.*number of seconds"),
+        ("TELEGRAD_HEARTBEAT", "0", "TELEGRAD_HEARTBEAT cannot be '0'.*more than 0"),
+        ("TELEGRAD_INIT_TIMEOUT", "soon", "TELEGRAD_INIT_TIMEOUT cannot be 'soon'"),
+        ("TELEGRAD_PORT", "70000", "TELEGRAD_PORT cannot be '70000'.*from 0 to 65535"),
+        ("TELEGRAD_TRANSPORTS", "unix,ib", r"TELEGRAD_TRANSPORTS cannot be 'unix,ib'.*unix, tcp, not"),
+        ("TELEGRAD_ALLOW_PICKLE", "maybe", "TELEGRAD_ALLOW_PICKLE cannot be 'maybe': it must be 0 or 1"),
+        ("TELEGRAD_ALLOW_CLOUDPICKLE", "2", "TELEGRAD_ALLOW_CLOUDPICKLE cannot be '2'"),
+    ],
+)
+def test_a_malformed_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: str, text: str, message: str) -> None:
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(UsageError, match=message):
+        RpcBackendOptions()
+
+
+def test_a_short_secret_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "telegrad.rpc"):
+        warn_of_short_secret(None)
+        warn_of_short_secret(b"x" * 16)
+    assert caplog.text == ""
+    warn_of_short_secret(b"x" * 15)
+    assert "the secret has 15 characters only" in caplog.text
+    assert "xx" not in caplog.text
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
 
 
 def test_options_of_tensorpipe_are_taken_and_ignored() -> None:

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from telegrad.agent.pulse import Pulse
 
 from telegrad.agent.peers import Peer, WorkerRecord
-from telegrad.agent.pulse import Pulse
 from telegrad.wire.messages import Ping
 from telegrad.wire.values import Route
 

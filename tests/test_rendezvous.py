@@ -167,6 +167,31 @@ def test_without_its_rendezvous_a_job_of_open_size_finds_nobody_new_and_says_why
     leave(trio[1:])
 
 
+# --- rank 0, which serves the store, goes first ---------------------------------------------------------------------
+
+
+def assert_no_stacks(cast: Sequence[Puppet]) -> None:
+    for puppet in cast:
+        assert "Exception raised from" not in puppet.log()
+        assert "frame #" not in puppet.log()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_workers_of_an_open_job_outlive_rank_0_in_silence(trio: list[Puppet], killed: bool) -> None:
+    where = tcp()
+    for rank, puppet in enumerate(trio):
+        begin(puppet, rank, world_size=None, init_method=where).result()
+    trio[1].run(rpc.rpc_sync, "worker2", deeds.nothing)
+    if not killed:
+        trio[0].run(rpc.shutdown, graceful=False)
+    trio[0].kill()
+    trio[0].wait_dead()
+    with pytest.raises(RendezvousError, match="cannot find out about worker 'worker9': the rendezvous is gone"):
+        trio[1].run(rpc.rpc_sync, "worker9", deeds.nothing)
+    leave(trio[1:])
+    assert_no_stacks(trio[1:])
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 

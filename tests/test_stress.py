@@ -18,7 +18,7 @@ GB = 1 << 30
 
 @pytest.mark.parametrize("transports", [("unix",), ("tcp",)], ids=["unix", "tcp"])
 def test_a_hundred_thousand_calls_leave_nothing_behind(transports: tuple[str, ...]) -> None:
-    with troupe(2, transports=transports) as cast:
+    with troupe(2, transports=transports, secret="a secret of this test") as cast:
         start = time.monotonic()
         measured = cast[0].start(deeds.call_and_measure, "worker1", 10_000, 100_000).result(600)
         print(f"{time.monotonic() - start:.1f} s for 110,000 calls")
@@ -58,7 +58,7 @@ def test_a_message_of_more_than_four_gigabytes(way: str) -> None:
         if way != "lane":
             for puppet in cast:
                 puppet.run(deeds.close_lanes)
-        join(cast, transports=("tcp",) if way == "tcp" else ("unix",))
+        join(cast, transports=("tcp",) if way == "tcp" else ("unix",), secret="a secret of this test")
         there, back = cast[0].start(deeds.big_message, "worker1", 4 * GB + 12345).result(300)
         print(f"4 GiB by {way}: {there:.1f} s there, {back:.1f} s back")
         leave(cast)

@@ -19,9 +19,14 @@ import psutil
 import torch
 
 from telegrad import rpc
+from telegrad.agent.peers import WorkerRecord
 from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError
+from telegrad.rpc.rendezvous import Meeting
+from telegrad.rpc.stores import JobStore
 from telegrad.transport import refusals
+from telegrad.transport.dial import Address
+from telegrad.transport.handshake import derive_key
 
 # --- called ---------------------------------------------------------------------------------------------------------
 
@@ -157,6 +162,37 @@ def log_every_refusal() -> None:
 
 def addresses() -> list[Any]:
     return list(current_worker().agent.me.addresses)
+
+
+# --- at the store ---------------------------------------------------------------------------------------------------
+
+stores: list[Any] = []
+
+
+def connects(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), 2).close()
+    except OSError:
+        return False
+    return True
+
+
+def serve_store(host: str) -> int:
+    """As torchrun does: on all addresses."""
+    stores.append(torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False))
+    return int(stores[-1].port)
+
+
+def forge_record(host: str, port: int, own_host: str) -> None:
+    """What a stranger does who reaches the store of a job without a secret: the token is there to be read."""
+    store = torch.distributed.TCPStore(host, port, is_master=False)
+    name = store.get("telegrad/round").decode()  # waits for rank 0
+    corner = torch.distributed.PrefixStore(f"telegrad/{name}", store)
+    key = derive_key(corner.get("token"), corner.get("job").decode())
+    meeting = Meeting(JobStore(corner), 1, "worker1", 2, 10.0)
+    addresses = (Address("tcp", own_host, 666),)
+    record = WorkerRecord(1, "worker1", 1, "far away", addresses, world_size=2, nonce=bytes(16))
+    meeting.publish(record, key)
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch._C import _DistNetworkError as DistNetworkError
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from telegrad.agent.agent import AgentOptions
 from telegrad.agent.futures import Future
@@ -24,9 +23,9 @@ from telegrad.current import clear_process_worker, current_worker, forget_all, i
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.ids import MAX_WORKERS
 from telegrad.rpc.network import Network, host_id
-from telegrad.rpc.options import RpcBackendOptions, check_name
-from telegrad.rpc.rendezvous import Meeting, link_key
-from telegrad.rpc.stores import identity_in, open_store
+from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret
+from telegrad.rpc.rendezvous import Meeting, NewRoundError, link_key
+from telegrad.rpc.stores import StoreGoneError, identity_in, open_store
 from telegrad.rpc.strangers import Strangers, knock_at
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.transport.handshake import JOIN_NONCE, Identity
@@ -77,6 +76,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
         raise UsageError(f"RPC is already running in this process, as worker {current_worker().name!r}")
     rank, world_size = identity_in(options.init_method, rank, world_size)
     _check_numbers(rank, world_size)
+    warn_of_short_secret(options.secret_bytes())
     _join(name, rank, world_size, options)
 
 
@@ -93,17 +93,16 @@ def _join(name: str, rank: int, world_size: int | None, options: RpcBackendOptio
     """Meets the others, and puts this process's worker together.
 
     Starts again when the store goes away: it may have been that of the job before, which rank 0 was about to leave.
+    The same under torchrun, when rank 0 was restarted.
     """
-    # A launcher's store outlives an attempt, and so do the claims in it.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    corner, mark = f"telegrad/{attempt}/{len(_joined)}", secrets.token_hex(8)
+    mark = secrets.token_hex(8)
     missing: list[int] = []
     left = options.init_timeout
     deadline = time.monotonic() + left
     while True:
         try:
-            _meet(corner, mark, missing, name, rank, world_size, options, left)
-        except DistNetworkError as error:
+            _meet(mark, missing, name, rank, world_size, options, left)
+        except (StoreGoneError, NewRoundError) as error:
             left = round(deadline - time.monotonic(), 1)
             if left <= 0:
                 raise _rendezvous_gone(options, missing, error) from error
@@ -126,7 +125,6 @@ def _rendezvous_gone(options: RpcBackendOptions, missing: list[int], error: Exce
 
 
 def _meet(
-    corner: str,
     mark: str,
     missing: list[int],
     name: str,
@@ -135,13 +133,22 @@ def _meet(
     options: RpcBackendOptions,
     timeout: float,
 ) -> None:
-    store = open_store(options.init_method, rank, world_size, timeout)
+    has_secret = options.secret_bytes() is not None
+    store = open_store(options.init_method, rank, world_size, timeout, local=not has_secret)
     strangers = Strangers(store, lambda: knock_at(store, world_size))
-    meeting = Meeting(PrefixStore(corner, store), rank, name, world_size, timeout, mark, strangers, missing)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    corner = store.under(f"telegrad/{attempt}/{len(_joined)}")
+    meeting = Meeting(corner, rank, name, world_size, timeout, mark, strangers, missing)
+    meeting.host = None if has_secret else host_id()
     try:
+        if "TORCHELASTIC_RUN_ID" in os.environ and world_size is not None:
+            meeting.enter_round(store.under("telegrad"))
         meeting.claim()
-        _set_up(meeting, name, rank, options, store)
-    except DistNetworkError:
+        _set_up(meeting, name, rank, options, store.raw)
+        if world_size is not None:
+            store.close()  # all are known
+    except (StoreGoneError, NewRoundError):
+        store.close()
         raise
     except BaseException as error:
         meeting.give_up(str(error) or type(error).__name__)

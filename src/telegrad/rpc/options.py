@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +17,15 @@ from telegrad.worker import Worker
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_THREADS = 16
 DEFAULT_INIT_METHOD = "env://"
+DEFAULT_HEARTBEAT = 10.0
+DEFAULT_INIT_TIMEOUT = 300.0
 SECRET_VARIABLE = "TELEGRAD_SECRET"
 HOST_VARIABLE = "TELEGRAD_HOST"
+MIN_SECRET = 16  # characters
 
 TRANSPORTS = ("unix", "tcp")
+
+log = logging.getLogger("telegrad.rpc")
 
 _NAME = re.compile(r"[A-Za-z0-9_:\-]{1,127}")
 
@@ -26,17 +33,34 @@ Device = int | str | torch.device
 DeviceMap = Mapping[Device, Device]
 
 
+class _Unset:
+    """The default of an option that also has an environment variable."""
+
+    def __repr__(self) -> str:
+        return "<from the environment, or the default>"
+
+
+UNSET: Any = _Unset()
+
+
 class RpcBackendOptions:
     """How a worker runs.  The first five are those of ``torch.distributed.rpc``; the rest are ours.
+
+    An option that is not given is taken from the environment: from ``TELEGRAD_NUM_WORKER_THREADS``,
+    ``TELEGRAD_RPC_TIMEOUT``, ``TELEGRAD_SECRET``, ``TELEGRAD_TRANSPORTS`` (a list with commas), ``TELEGRAD_HOST``,
+    ``TELEGRAD_PORT``, ``TELEGRAD_TLS_CERTIFICATE``, ``TELEGRAD_TLS_KEY``, ``TELEGRAD_TLS_CA``, ``TELEGRAD_HEARTBEAT``,
+    ``TELEGRAD_INIT_TIMEOUT``, ``TELEGRAD_ALLOW_PICKLE`` and ``TELEGRAD_ALLOW_CLOUDPICKLE`` (0 or 1).  An empty variable
+    counts as unset.
 
     * ``num_worker_threads``: how many calls run at once.
     * ``rpc_timeout``: seconds that a call may take unless it says otherwise; 0: for ever.
     * ``init_method``: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
     * ``device_maps``: for each worker, where a tensor of a device here goes there.
     * ``devices``: accepted as in torch, and not needed.
-    * ``secret``: what all workers of the job know and strangers do not; by default ``$TELEGRAD_SECRET``.
+    * ``secret``: what all workers of the job know and strangers do not.
     * ``transports``: of ``"unix"`` (one host) and ``"tcp"``, those that may be used.
-    * ``host``: the address that this worker listens on for other hosts; by default ``$TELEGRAD_HOST``, else found out.
+    * ``host``: the address that this worker listens on for other hosts; by default found out.
+    * ``port``: the TCP port that this worker listens on; 0: any that is free.
     * ``tls_certificate``, ``tls_key``, ``tls_ca``: files, instead of the certificate that is made at start.
     * ``heartbeat``: seconds of silence after which a worker counts as lost.
     * ``init_timeout``: seconds that ``init_rpc`` waits for the others.
@@ -50,38 +74,39 @@ class RpcBackendOptions:
     def __init__(
         self,
         *,
-        num_worker_threads: int = DEFAULT_THREADS,
-        rpc_timeout: float = DEFAULT_TIMEOUT,
+        num_worker_threads: int = UNSET,
+        rpc_timeout: float = UNSET,
         init_method: str = DEFAULT_INIT_METHOD,
         device_maps: Mapping[str, DeviceMap] | None = None,
         devices: Sequence[Device] | None = None,
         secret: str | bytes | None = None,
-        transports: Sequence[str] = TRANSPORTS,
+        transports: Sequence[str] = UNSET,
         host: str | None = None,
-        port: int = 0,
+        port: int = UNSET,
         tls_certificate: str | os.PathLike[str] | None = None,
         tls_key: str | os.PathLike[str] | None = None,
         tls_ca: str | os.PathLike[str] | None = None,
-        heartbeat: float = 10.0,
-        init_timeout: float = 300.0,
-        allow_pickle: bool = True,
-        allow_cloudpickle: bool = True,
+        heartbeat: float = UNSET,
+        init_timeout: float = UNSET,
+        allow_pickle: bool = UNSET,
+        allow_cloudpickle: bool = UNSET,
         _transports: Any = None,  # of TensorPipe, which programs written for it may name
         _channels: Any = None,
     ) -> None:
-        if not isinstance(num_worker_threads, int) or num_worker_threads < 1:
-            raise UsageError(f"num_worker_threads must be a positive number, not {num_worker_threads!r}")
-        for name, seconds in (("rpc_timeout", rpc_timeout), ("heartbeat", heartbeat), ("init_timeout", init_timeout)):
-            if not isinstance(seconds, (int, float)) or seconds < 0:
-                raise UsageError(f"{name} must be a number of seconds, not {seconds!r}")
-        if heartbeat == 0:
-            raise UsageError("heartbeat must be more than 0 seconds")
-        unknown = set(transports) - set(TRANSPORTS)
-        if unknown or not transports:
-            raise UsageError(f"transports must be of {', '.join(TRANSPORTS)}, not {list(transports)!r}")
-        if (tls_certificate is None) != (tls_key is None):
-            raise UsageError("tls_certificate and tls_key go together: give both files or neither")
-        if (tls_ca is None) != (tls_certificate is None):
+        num_worker_threads = _option("num_worker_threads", num_worker_threads, DEFAULT_THREADS, int, _check_positive)
+        rpc_timeout = _option("rpc_timeout", rpc_timeout, DEFAULT_TIMEOUT, float, _check_seconds)
+        transports = _option("transports", transports, TRANSPORTS, _words, _check_transports)
+        host = host if host is not None else _option("host", UNSET, None, str)
+        port = _option("port", port, 0, int, _check_port)
+        if tls_certificate is None and tls_key is None and tls_ca is None:  # they go together
+            tls_certificate = _option("tls_certificate", UNSET, None, str)
+            tls_key = _option("tls_key", UNSET, None, str)
+            tls_ca = _option("tls_ca", UNSET, None, str)
+        heartbeat = _option("heartbeat", heartbeat, DEFAULT_HEARTBEAT, float, _check_heartbeat)
+        init_timeout = _option("init_timeout", init_timeout, DEFAULT_INIT_TIMEOUT, float, _check_seconds)
+        allow_pickle = _option("allow_pickle", allow_pickle, True, _yes_or_no)
+        allow_cloudpickle = _option("allow_cloudpickle", allow_cloudpickle, True, _yes_or_no)
+        if len({each is None for each in (tls_certificate, tls_key, tls_ca)}) == 2:
             raise UsageError(
                 "tls_certificate, tls_key and tls_ca go together: both ends of a connection show a certificate, and "
                 "each checks the other's against tls_ca"
@@ -129,6 +154,77 @@ class RpcBackendOptions:
     def __repr__(self) -> str:
         shown = {name: value for name, value in vars(self).items() if name != "secret"}
         return f"RpcBackendOptions({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def warn_of_short_secret(secret: bytes | None) -> None:
+    if secret is not None and len(secret) < MIN_SECRET:
+        log.warning(
+            "the secret has %d characters only: anyone who can read the rendezvous can find it by guessing. Use at "
+            'least %d random ones, as from: python -c "import secrets; print(secrets.token_hex(32))"',
+            len(secret),
+            MIN_SECRET,
+        )
+
+
+def _option(
+    name: str,
+    value: Any,
+    default: Any,
+    parse: Callable[[str], Any],
+    check: Callable[[str, Any], None] = lambda name, value: None,
+) -> Any:
+    """As given, else from the environment, else the default."""
+    if value is not UNSET:
+        check(name, value)
+        return value
+    variable = f"TELEGRAD_{name.upper()}"
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return default
+    try:
+        value = parse(text)
+        check(name, value)
+    except ValueError as error:
+        raise UsageError(f"the environment variable {variable} cannot be {text!r}: {error}") from None
+    return value
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name} must be a positive number, not {value!r}")
+
+
+def _check_seconds(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise UsageError(f"{name} must be a number of seconds, not {value!r}")
+
+
+def _check_heartbeat(name: str, value: Any) -> None:
+    _check_seconds(name, value)
+    if value == 0:
+        raise UsageError(f"{name} must be more than 0 seconds")
+
+
+def _check_port(name: str, value: Any) -> None:
+    if not isinstance(value, int) or not 0 <= value <= 65535:
+        raise UsageError(f"{name} must be a number from 0 to 65535, not {value!r}")
+
+
+def _check_transports(name: str, value: Any) -> None:
+    if not value or set(value) - set(TRANSPORTS):
+        raise UsageError(f"{name} must be of {', '.join(TRANSPORTS)}, not {list(value)!r}")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(","))
+
+
+def _yes_or_no(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    try:
+        return values[text.lower()]
+    except KeyError:
+        raise ValueError("it must be 0 or 1") from None
 
 
 def _device(device: Device) -> torch.device:

@@ -1,11 +1,17 @@
 """How the workers of a job find each other.
 
 1. Each worker claims its rank and its name in the store; a second claimant is told who has it.
-2. Without a secret the store hands all of them one random token instead, and they serve this host only.
-3. Each opens its sockets, then publishes a record of itself, signed with the secret: where it listens, and the
-   fingerprint of its certificate.  A record with a wrong signature is refused, so a stranger who can write to the store
-   cannot make himself a worker.
+2. Without a secret the store hands all of them one random token instead, and all must be on one host.
+3. Each publishes a record of itself, signed with the secret: where it listens, and the fingerprint of its certificate.
+   The signature covers the key that the record is stored under.
 4. Each waits for the records of all ranks, and can say which ones are missing.
+
+**Rounds.**  Under torchrun the store, and what dead workers wrote to it, outlives a restart, and nothing that the
+environment says is common to all workers of one attempt: each agent counts its own restarts.  So rank 0 opens a round
+under a random name when it joins, and the others meet it there.  The name that a worker finds may be that of an earlier
+round, whose rank 0 is dead.  A worker has therefore joined only when rank 0 has confirmed the round, with a digest that
+covers this worker's nonce; while it waits, it looks for a newer round.  Within a round the newest process of a rank
+counts, so there are no claims.
 """
 
 from __future__ import annotations
@@ -13,33 +19,42 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import msgspec
-from torch._C import _DistNetworkError as DistNetworkError
-from torch._C._distributed_c10d import Store
 
+from telegrad._text import printable
 from telegrad.agent.peers import WorkerRecord
-from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.errors import AuthenticationError, RendezvousError, UsageError
+from telegrad.ids import MAX_WORKERS
+from telegrad.rpc.options import check_name
+from telegrad.rpc.stores import JobStore, StoreGoneError, malformed
 from telegrad.rpc.strangers import Strangers
-from telegrad.transport.handshake import derive_key
+from telegrad.transport.dial import Address
+from telegrad.transport.handshake import JOIN_NONCE, derive_key
 
 log = logging.getLogger("telegrad.rpc")
 
 _SILENT_SECONDS = 10.0  # after which a worker that waits for others says for whom
 _SIGNATURE = hashlib.sha256().digest_size
+_TOKEN = re.compile(r"[0-9a-f]{16,64}")
+_ROUND = "round"  # the key with the name of the newest round
 _records = msgspec.msgpack.Decoder(WorkerRecord)
+
+
+class NewRoundError(RendezvousError):
+    """Rank 0 has opened another round than the one in which this worker waits."""
 
 
 @dataclass
 class Meeting:
     """The store of one job, as one worker sees it."""
 
-    store: Store
+    store: JobStore
     rank: int
     name: str
     world_size: int | None
@@ -48,91 +63,170 @@ class Meeting:
 
     strangers: Strangers | None = None
     missing: list[int] = field(default_factory=list)  # the ranks that had not come at the last look
+    host: str | None = None  # where all workers must be, in a job without a secret
+    rounds: JobStore | None = None  # where rank 0 announces rounds, under torchrun
+    round: str = ""
+
     _claimed: list[str] = field(default_factory=list)
+    _joined: bool = False
+    _refused_before: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.timeout
+
+    def enter_round(self, rounds: JobStore) -> None:
+        """Under torchrun, before step 1: finds the round in which the workers meet.  Rank 0 opens a new one."""
+        self.rounds = rounds
+        if self.rank == 0:
+            self.round = secrets.token_hex(8)
+            rounds.set(_ROUND, self.round)
+        else:
+            wait = _Wait(self.timeout, self._deadline, lambda: f"worker {self.name!r} waits for rank 0")
+            while (found := read_round(rounds)) is None or rounds.under(found).has("met"):
+                if not wait.pause():
+                    self.missing[:] = [0]
+                    raise self._not_met({})
+            self.round = found
+        self.store = rounds.under(self.round)
 
     def claim(self) -> None:
-        """Steps 1: takes rank and name, or says who has them."""
-        mark = f"{self.name} {self.mark}"
-        holder = self._once(f"rank/{self.rank}", mark)
-        if holder == mark:
-            self._claimed.append(f"rank/{self.rank}")
-            if self.store.check([f"refused/{self.rank}"]):  # at an earlier try
-                _quietly(lambda: self.store.delete_key(f"refused/{self.rank}"))
-        if holder != mark:
-            raise RendezvousError(
-                f"rank {self.rank} is already taken by worker {holder.split()[0]!r}: two workers have the same rank, "
-                "or two jobs share one rendezvous (choose another port or file)"
-            )
-        holder = self._once(f"name/{self.name}", str(self.rank))
-        if holder != str(self.rank):
-            raise RendezvousError(
-                f"the name {self.name!r} is already taken by rank {holder}: every worker needs its own"
-            )
-        self._claimed.append(f"name/{self.name}")
+        """Step 1: takes rank and name, or says who has them."""
+        if self.rounds is None:
+            self._claim_rank()
+            self._claim_name()
+        self._joined = True
+        if self.store.get(f"refused/{self.rank}") is not None:  # at an earlier try
+            _quietly(lambda: self.store.delete(f"refused/{self.rank}"))
+        if self.rounds is not None and self.rank != 0:
+            # These are of workers whose round this was.  When it is over, rank 0 opens a new one.
+            ranks = range(self.world_size or 0)
+            self._refused_before = {rank for rank in ranks if self.store.get(f"refused/{rank}") is not None}
         mine = "open" if self.world_size is None else "closed"
-        theirs = self._once("size", mine)
+        theirs = self.store.set_once("size", mine)
+        if theirs not in ("open", "closed"):
+            raise malformed("size", theirs)
         if theirs != mine:
             raise RendezvousError(
                 f"other workers of this job were given {'no' if theirs == 'open' else 'a'} world size, and this one "
                 f"{'a' if theirs == 'open' else 'none'}: give all the same, or none to any"
             )
 
+    def _claim_rank(self) -> None:
+        mark = f"{self.name} {self.mark}"
+        holder = self.store.set_once(f"rank/{self.rank}", mark)
+        if holder != mark:
+            raise RendezvousError(
+                f"rank {self.rank} is already taken by worker '{printable(holder.partition(' ')[0])}': two workers "
+                "have the same rank, or two jobs share one rendezvous (choose another port or file)"
+            )
+        self._claimed.append(f"rank/{self.rank}")
+
+    def _claim_name(self) -> None:
+        holder = self.store.set_once(f"name/{self.name}", str(self.rank))
+        if holder != str(self.rank):
+            raise RendezvousError(
+                f"the name {self.name!r} is already taken by rank {printable(holder)}: every worker needs its own"
+            )
+        self._claimed.append(f"name/{self.name}")
+
     def give_up(self, reason: str) -> None:
         """Frees what was claimed, for another try, and tells those who wait for this rank why it did not come."""
-        if self._claimed:
+        if self._joined or self._claimed:
             _quietly(lambda: self.store.set(f"refused/{self.rank}", f"{self.name!r}: {reason}"))
         self.leave()
 
     def key(self, secret: bytes | None) -> bytes:
-        """Step 2: the key with which the job's workers know each other."""
-        job = self._once("job", secrets.token_hex(16))
-        mode = self._once("secret", "yes" if secret else "no")
+        """Step 2: the key that signs the records of the job's workers."""
+        job = self._token("job", 16)
+        mode = self.store.set_once("secret", "yes" if secret else "no")
+        if mode not in ("yes", "no"):
+            raise malformed("secret", mode)
         if mode != ("yes" if secret else "no"):
             there, here = ("have", "this one has not") if mode == "yes" else ("have not", "this one has")
             raise AuthenticationError(
                 f"other workers of this job {there} a secret and {here}: set the same TELEGRAD_SECRET on every worker"
             )
-        return derive_key(secret or self._once("token", secrets.token_hex(32)).encode(), job)
+        return derive_key(secret or self._token("token", 32).encode(), job)
 
     def publish(self, record: WorkerRecord, key: bytes) -> None:
         """Step 3."""
+        place = f"record/{self.rank}"
         data = msgspec.msgpack.encode(record)
-        self.store.set(f"record/{self.rank}", (_sign(key, data) + data).hex())
+        self.store.set(place, (_sign(key, place, data) + data).hex())
 
     def wait_for_all(self, key: bytes) -> list[WorkerRecord]:
-        """Step 4."""
+        """Step 4: the records of all ranks, in order."""
         assert self.world_size is not None
-        records: dict[int, WorkerRecord] = {}
-        deadline = time.monotonic() + self.timeout
-        pause = 0.002
+        met: list[WorkerRecord] | None = None
         self.missing[:] = range(self.world_size)
-        tell_at = time.monotonic() + _SILENT_SECONDS
         # Asking again and again, because the stores complain on the terminal when a wait of theirs runs out.
+        wait = _Wait(
+            self.timeout,
+            self._deadline,
+            lambda: f"worker {self.name!r} waits for {_ranks(self.missing)} of {self.world_size}",
+        )
+        records: dict[int, WorkerRecord] = {}
         while True:
-            for rank in list(self.missing):
-                record = self._read(rank, key)
-                if record is not None:
-                    records[rank] = self._check_size(record)
-                    self.missing.remove(rank)
-                elif self.store.check([f"refused/{rank}"]):
-                    raise RendezvousError(f"rank {rank} could not join: {self.store.get(f'refused/{rank}').decode()}")
-            if not self.missing:
-                return [records[rank] for rank in sorted(records)]
-            if self.strangers is not None:
+            if self.rounds is None:
+                met = self._look(records, key)
+            elif self.rank == 0:
+                met = self._look_and_confirm(records, key)
+            else:
+                met = self._look_for_confirmation(key)
+            if met is not None:
+                return met
+            if self.strangers is not None and self.missing:
                 self.strangers.check(self.missing)
-            if time.monotonic() > deadline:
-                raise self._nobody_came([records[rank] for rank in sorted(records)])
-            if time.monotonic() > tell_at:
-                tell_at += _SILENT_SECONDS
-                log.warning(
-                    "worker %r waits for %s of %d to join, until %g s are over",
-                    self.name,
-                    _ranks(self.missing),
-                    self.world_size,
-                    self.timeout,
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.1)
+            if not wait.pause():
+                raise self._not_met(records)
+
+    def _look(self, records: dict[int, WorkerRecord], key: bytes) -> list[WorkerRecord] | None:
+        """Adds the records that have come; returns them when they are complete."""
+        for rank in list(self.missing):
+            record = self._read(rank, key)
+            if record is not None:
+                records[rank] = self._check_size(record)
+                self.missing.remove(rank)
+            else:
+                self._check_refusal(rank)
+        if self.missing:
+            return None
+        met = [records[rank] for rank in sorted(records)]
+        _check_names(met)
+        return met
+
+    def _look_and_confirm(self, records: dict[int, WorkerRecord], key: bytes) -> list[WorkerRecord] | None:
+        """Rank 0 of a round: also tells the others who is in it."""
+        met = self._look(records, key)
+        if met is None:
+            return None
+        if [self._read(record.worker_id, key) for record in met] != met:  # a worker was restarted meanwhile
+            records.clear()
+            self.missing[:] = range(len(met))
+            return None
+        self.store.set("met", _digest(key, met))
+        return met
+
+    def _look_for_confirmation(self, key: bytes) -> list[WorkerRecord] | None:
+        """The other ranks of a round believe nothing in it before rank 0, which is alive then, has confirmed it."""
+        assert self.rounds is not None
+        assert self.world_size is not None
+        if read_round(self.rounds) != self.round:
+            raise NewRoundError("rank 0 has opened another round of the rendezvous")
+        ranks = range(self.world_size)
+        self.missing[:] = [rank for rank in ranks if not self.store.get(f"record/{rank}")]
+        for rank in self.missing:
+            self._check_refusal(rank)
+        confirmed = self.store.get("met")
+        if self.missing or confirmed is None:
+            return None
+        met = [record for rank in ranks if (record := self._read(rank, key)) is not None]
+        return met if confirmed == _digest(key, met) else None
+
+    def _check_refusal(self, rank: int) -> None:
+        reason = self.store.get(f"refused/{rank}")
+        if reason is not None and rank not in self._refused_before:
+            raise RendezvousError(f"rank {rank} could not join: {printable(reason, 400)}")
 
     def _check_size(self, record: WorkerRecord) -> WorkerRecord:
         if record.world_size != self.world_size:
@@ -145,65 +239,215 @@ class Meeting:
     def find(self, worker: str | int, key: bytes) -> WorkerRecord | None:
         """The record of a worker that joined later, by name or rank (a job of open size)."""
         try:
-            rank = worker
-            if isinstance(rank, str):
-                if not self.store.check([f"name/{worker}"]):
+            if isinstance(worker, int):
+                return self._read(worker, key)
+            found = self.store.get(f"name/{worker}")
+            if found is None:
+                return None
+            if not found.isascii() or not found.isdecimal() or len(found) > 9 or int(found) >= MAX_WORKERS:
+                raise malformed(f"name/{worker}", found)
+            deadline = time.monotonic() + self.timeout
+            wait = _Wait(self.timeout, deadline, lambda: f"worker {self.name!r} waits for worker {worker!r}")
+            while (record := self._read(int(found), key)) is None:
+                if not wait.pause():
                     return None
-                rank = int(self.store.get(f"name/{worker}"))
-                self.store.wait([f"record/{rank}"], timedelta(seconds=self.timeout))
-            return self._read(rank, key)
-        except DistNetworkError as error:
+        except StoreGoneError as error:
             raise RendezvousError(
                 f"cannot find out about worker {worker!r}: the rendezvous is gone, which rank 0 or the launcher served"
             ) from error
+        if record.name != worker:
+            raise AuthenticationError(
+                f"the rendezvous names rank {found} as worker {worker!r}, but that worker is called {record.name!r}"
+            )
+        return record
 
     def leave(self) -> None:
         """Frees rank and name."""
-        if f"rank/{self.rank}" in self._claimed:
+        if self._joined:
             _quietly(lambda: self.store.set(f"record/{self.rank}", ""))  # not deleted: a reader would wait for it
         for part in self._claimed:
-            _quietly(lambda part=part: self.store.delete_key(part))  # type: ignore[misc]
+            _quietly(lambda part=part: self.store.delete(part))  # type: ignore[misc]
+        self.store.close()
 
     def _read(self, rank: int, key: bytes) -> WorkerRecord | None:
         """The record of a rank, once it has one."""
-        if not self.store.check([f"record/{rank}"]):
-            return None
-        data = bytes.fromhex(self.store.get(f"record/{rank}").decode())
-        if not data:
-            return None  # it gave up
-        signature, data = data[:_SIGNATURE], data[_SIGNATURE:]
-        if not hmac.compare_digest(signature, _sign(key, data)):
+        place = f"record/{rank}"
+        text = self.store.get(place)
+        if not text:
+            return None  # it has not come, or gave up
+        try:
+            signed = bytes.fromhex(text)
+        except ValueError:
+            raise malformed(place, text) from None
+        signature, data = signed[:_SIGNATURE], signed[_SIGNATURE:]
+        if not hmac.compare_digest(signature, _sign(key, place, data)):
             raise AuthenticationError(
                 f"the record of rank {rank} is signed with another secret: set the same TELEGRAD_SECRET on every worker"
             )
-        return _records.decode(data)
+        record = read_record(data, rank)
+        if self.host is not None:
+            check_on_this_host(record, self.host)
+        return record
 
-    def _once(self, key: str, value: str) -> str:
-        """Sets a key that nobody has set yet; returns what it is now."""
-        now: str = self.store.compare_set(key, "", value).decode()
-        return now
+    def _token(self, key: str, size: int) -> str:
+        """A random token that all workers share: the first one's."""
+        found = self.store.set_once(key, secrets.token_hex(size))
+        if not _TOKEN.fullmatch(found):
+            raise malformed(key, found)
+        return found
 
-    def _nobody_came(self, records: list[WorkerRecord]) -> RendezvousError:
+    def _not_met(self, records: dict[int, WorkerRecord]) -> RendezvousError:
         assert self.world_size is not None
-        came = ", ".join(f"{record.name!r} ({record.worker_id})" for record in records) or "nobody"
-        missing = sorted(set(range(self.world_size)) - {record.worker_id for record in records})
-        return RendezvousError(
-            f"{_ranks(missing)} of {self.world_size} did not come "
-            f"within {self.timeout:g} s; here are {came}. Do all workers run, with the same address and world size?"
+        if not self.missing:
+            return RendezvousError(
+                f"rank 0 did not confirm this process as rank {self.rank} within {self.timeout:g} s. Was the job "
+                "restarted without its rank 0, or do two processes have the same rank?"
+            )
+        names = ", ".join(f"{records[rank].name!r} ({rank})" for rank in sorted(records))
+        here = f"; here are {names}" if names else ""
+        text = (
+            f"{_ranks(self.missing)} of {self.world_size} did not come "
+            f"within {self.timeout:g} s{here}. Do all workers run, with the same address and world size?"
         )
+        if self.host is not None:
+            text += " Without a secret they must be on this host: to use others, set TELEGRAD_SECRET on every worker"
+        return RendezvousError(text)
+
+
+def read_round(store: JobStore) -> str | None:
+    found = store.get(_ROUND)
+    if found is not None and not _TOKEN.fullmatch(found):
+        raise malformed(_ROUND, found)
+    return found
+
+
+def link_key(key: bytes, records: Sequence[WorkerRecord] | None) -> bytes:
+    """The key that links authenticate with.
+
+    In a job of fixed size it depends on every worker's nonce.  Signed records that were copied from another job with
+    the same secret then give another key, and links between the two jobs fail.  In a job of open size the records are
+    not known in advance (``None``); there the handshake binds the nonces of its two workers.
+    """
+    return hmac.digest(key, b"telegrad links" + (b"" if records is None else _members(records)), "sha256")
+
+
+def _digest(key: bytes, records: Sequence[WorkerRecord]) -> str:
+    return hmac.digest(key, b"telegrad met" + _members(records), "sha256").hex()
+
+
+def _members(records: Sequence[WorkerRecord]) -> bytes:
+    in_order = sorted(records, key=lambda record: record.worker_id)
+    return msgspec.msgpack.encode([(record.worker_id, record.name, record.nonce) for record in in_order])
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def read_record(data: bytes, rank: int) -> WorkerRecord:
+    """Decodes and checks the record that was found under a rank."""
+    try:
+        record = _records.decode(data)
+    except (ValueError, RecursionError) as error:  # ValueError: msgspec's errors, and text that is not UTF-8
+        raise RendezvousError(
+            f"malformed record of rank {rank}: {printable(str(error))}. Does every worker run the same version of "
+            "telegrad?"
+        ) from error
+    if record.worker_id != rank:
+        raise AuthenticationError(f"the record of rank {rank} is that of worker {record.worker_id}")
+    try:
+        check_name(record.name)
+    except UsageError as error:
+        raise RendezvousError(f"malformed record of rank {rank}: {printable(str(error))}") from None
+    wrong = [name for name, right in _well_formed(record).items() if not right]
+    if wrong:
+        raise RendezvousError(
+            f"malformed record of rank {rank} (worker {record.name!r}): bad {', '.join(wrong)}. Does every worker run "
+            "the same version of telegrad?"
+        )
+    return record
+
+
+def _well_formed(record: WorkerRecord) -> dict[str, bool]:
+    return {
+        "pid": 0 <= record.pid < 1 << 31,
+        "host": record.host.isprintable() and len(record.host) <= 255,
+        "addresses": len(record.addresses) <= 16 and all(map(_is_address, record.addresses)),
+        "lane_fd": -1 <= record.lane_fd < 1 << 31,
+        "lane_word": len(record.lane_word) <= 64,
+        "world_size": record.world_size == 0 or record.worker_id < record.world_size <= MAX_WORKERS,
+        "nonce": len(record.nonce) == JOIN_NONCE,
+    }
+
+
+def _is_address(address: Address) -> bool:
+    if not address.host.isprintable() or not address.host.isascii():
+        return False
+    if address.kind == "unix":
+        return 2 <= len(address.host) <= 107 and address.port == 0 and not address.fingerprint
+    pinned = len(address.fingerprint) == hashlib.sha256().digest_size
+    return 1 <= len(address.host) <= 255 and 1 <= address.port <= 65535 and pinned
+
+
+def _check_names(records: Sequence[WorkerRecord]) -> None:
+    ranks: dict[str, int] = {}
+    for record in records:
+        first = ranks.setdefault(record.name, record.worker_id)
+        if first != record.worker_id:
+            raise RendezvousError(
+                f"the name {record.name!r} is already taken by rank {first}: every worker needs its own, and rank "
+                f"{record.worker_id} has the same"
+            )
+
+
+def check_on_this_host(record: WorkerRecord, host: str) -> None:
+    """In a job without a secret the store can be written by others: only a worker on this host is dialled, over its
+    Unix socket, where the kernel says who is at the other end."""
+    if record.host != host:
+        raise RendezvousError(
+            f"worker {record.name!r} is on another host and this job has no secret: set the same TELEGRAD_SECRET on "
+            "every worker (and TELEGRAD_HOST where the address is not found)"
+        )
+    others = [address for address in record.addresses if address.kind != "unix"]
+    if others:
+        raise RendezvousError(
+            f"worker {record.name!r} listens on {others[0]}, and this job has no secret: set the same TELEGRAD_SECRET "
+            "on every worker"
+        )
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+class _Wait:
+    """Pauses between two looks at the store; logs now and then what is waited for."""
+
+    def __init__(self, timeout: float, deadline: float, what: Callable[[], str]) -> None:
+        self._what = what
+        self._timeout = timeout
+        self._deadline = deadline
+        self._tell_at = time.monotonic() + _SILENT_SECONDS
+        self._pause = 0.002
+
+    def pause(self) -> bool:
+        """Whether there is time for another look."""
+        now = time.monotonic()
+        if now > self._deadline:
+            return False
+        if now > self._tell_at:
+            self._tell_at += _SILENT_SECONDS
+            log.warning("%s to join, until %g s are over", self._what(), self._timeout)
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 1.5, 0.1)
+        return True
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _sign(key: bytes, data: bytes) -> bytes:
-    return hmac.digest(key, b"telegrad record" + data, "sha256")
-
-
-def link_key(key: bytes, records: Sequence[WorkerRecord] | None) -> bytes:
-    members = [] if records is None else [(each.worker_id, each.name, each.nonce) for each in records]
-    return hmac.digest(key, b"telegrad links" + msgspec.msgpack.encode(members), "sha256")
+def _sign(key: bytes, place: str, data: bytes) -> bytes:
+    """``place``: the key that the record is stored under."""
+    return hmac.digest(key, b"telegrad record\0" + place.encode() + b"\0" + data, "sha256")
 
 
 def _quietly(action: Callable[[], object]) -> None:

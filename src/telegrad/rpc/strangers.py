@@ -7,24 +7,24 @@ size the agent ``names/<rank>``.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from telegrad.errors import RendezvousError
+from telegrad.rpc.stores import JobStore
 
 _GRACE = 3.0  # seconds: a program may use torch's RPC first, and telegrad's then
 _JOBS = 4  # of torch, whose marks are looked for
 
 
 class Strangers:
-    """Looks for them while a worker waits for others.  ``raw`` is the store without telegrad's prefix."""
+    """Looks for them while a worker waits for others.  ``store`` is without telegrad's prefix."""
 
-    def __init__(self, raw: Store, knock: Callable[[], object]) -> None:
-        self._raw = raw
+    def __init__(self, store: JobStore, knock: Callable[[], object]) -> None:
+        self._store = store
         self._knock = knock
         self._knocked = False
         self._since: dict[int, float] = {}
@@ -41,7 +41,7 @@ class Strangers:
             self._knocked = True
             self._knock()
         for rank in missing:
-            if not _has_left_marks(self._raw, rank):
+            if not _has_left_marks(self._store, rank):
                 self._since.pop(rank, None)
             elif now - self._since.setdefault(rank, now) > _GRACE:
                 raise RendezvousError(
@@ -51,21 +51,20 @@ class Strangers:
                 )
 
 
-def _has_left_marks(raw: Store, rank: int) -> bool:
-    # A launcher's store is shared by its restarts, so torch puts each of them into a corner of its own.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    corner = f"/worker/attempt_{attempt}/" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else ""
-    jobs = [f"{corner}rpc_prefix_{number}" for number in range(_JOBS)]
-    return any(raw.check([f"{job}/{mark}/{rank}"]) for job in jobs for mark in ("0", "names"))
+def _has_left_marks(store: JobStore, rank: int) -> bool:
+    keys = [f"rpc_prefix_{number}/{mark}/{rank}" for number in range(_JOBS) for mark in ("0", "names")]
+    return any(store.has(key) for key in keys)
 
 
-def knock_at(raw: Store, world_size: int | None) -> None:
+def knock_at(store: JobStore, world_size: int | None) -> None:
     """Lets torch's rank 0 go on, if it is one: it writes nothing before it has counted all workers at its store.
 
     The counter is out of reach but for those who connect in torch's way.  To others it is nothing.
     """
+    raw = store.raw
     if not isinstance(raw, TCPStore) or world_size is None:
         return
+    store.check_alive()
     try:
         TCPStore(raw.host, raw.port, world_size, False, timedelta(seconds=5), wait_for_workers=True)
     except RuntimeError:

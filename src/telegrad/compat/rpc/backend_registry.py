@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from telegrad.compat.rpc.agent import TensorPipeAgent
-from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_RPC_TIMEOUT_SEC
+from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.compat.worker import CompatWorker
 from telegrad.current import current_worker
 from telegrad.rpc.api import join
-from telegrad.rpc.options import RpcBackendOptions
+from telegrad.rpc.options import UNSET, RpcBackendOptions
 
 __all__ = ["backend_registered", "construct_rpc_backend_options", "init_backend", "register_backend"]
 
@@ -48,10 +48,12 @@ def register_backend(
 
 def construct_rpc_backend_options(
     backend: Any,
-    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+    rpc_timeout: float = UNSET,
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
+    if rpc_timeout is UNSET:
+        rpc_timeout = RpcBackendOptions().rpc_timeout  # from the environment, or the default
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 

@@ -25,9 +25,10 @@ from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer
 from telegrad.compat.rpc import backend_registry
 from telegrad.compat.rpc.agent import TensorPipeAgent
-from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.compat.worker import BUILTIN, CompatWorker
+from telegrad.rpc.options import UNSET
 from telegrad.wire.messages import (
     Call,
     ChildConfirmed,
@@ -58,8 +59,8 @@ class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
     def __init__(
         self,
         *,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        num_worker_threads: int = UNSET,
+        rpc_timeout: float = UNSET,
         init_method: str = DEFAULT_INIT_METHOD,
         messages_to_fail: Sequence[str] = (),
         messages_to_delay: Mapping[str, float] | None = None,

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
+from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
 from telegrad.compat.words import speaks_as_torch
 from telegrad.compat.worker import CompatWorker
 from telegrad.errors import UsageError
-from telegrad.rpc.options import Device, DeviceMap, RpcBackendOptions
+from telegrad.rpc.options import UNSET, Device, DeviceMap, RpcBackendOptions
 
 __all__ = ["TensorPipeRpcBackendOptions"]
 
@@ -22,15 +22,15 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
     def __init__(
         self,
         *,
-        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
-        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        num_worker_threads: int = UNSET,
+        rpc_timeout: float = UNSET,
         init_method: str = DEFAULT_INIT_METHOD,
         device_maps: Mapping[str, DeviceMap] | None = None,
         devices: Sequence[Device] | None = None,
         _transports: Any = None,  # TensorPipe's own, which have no meaning here
         _channels: Any = None,
     ) -> None:
-        if not isinstance(rpc_timeout, (int, float)):
+        if rpc_timeout is not UNSET and not isinstance(rpc_timeout, (int, float)):
             raise TypeError(
                 f"incompatible constructor arguments: rpc_timeout is a number of seconds, not {rpc_timeout!r}"
             )

@@ -1,0 +1,17 @@
+"""Text from a peer or a store, made safe to print."""
+
+from __future__ import annotations
+
+__all__ = ["printable"]
+
+
+def printable(text: str, limit: int = 200) -> str:
+    r"""Escapes whatever could steer a terminal or break a log line, and cuts long text.
+
+    Control characters, escape sequences, newlines, bidirectional marks and other unprintable characters become
+    ``\x1b``, ``\n``, ``\u202e`` and so on.  At most ``limit`` characters of ``text`` are shown.
+    """
+    shown = "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text[:limit]
+    )
+    return f"{shown}... ({len(text)} characters)" if len(text) > limit else shown
