@@ -28,6 +28,7 @@ import puppets
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, checkpoint, rpc
 from telegrad.checkpoint import CheckpointError, owners, plain, tensors
+from telegrad.checkpoint.files import Directory
 from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
 from telegrad.optim import DistributedOptimizer
@@ -767,21 +768,158 @@ def test_paths_are_those_of_the_driver(trio: Cluster, tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path / "here")
     checkpoint.save("run", {"layer": layer})
     assert checkpoint.latest(tmp_path / "here" / "run") == 0
-    folders: list[str] = []
-    monkeypatch.setattr(os.path, "isdir", lambda folder, isdir=os.path.isdir: folders.append(folder) or isdir(folder))
+    directories: list[str] = []
+    monkeypatch.setattr(owners, "_prepare", lambda ready, directory, *_: directories.append(path_of(directory)) or [])
     checkpoint.load("run", {"layer": layer})
-    assert folders == [str(tmp_path / "here" / "run" / "step-000000")]
+    assert directories == [str(tmp_path / "here" / "run" / "step-000000")]
 
 
-def test_files_may_be_read_by_whoever_may_read_the_folder(trio: Cluster, tmp_path: Path) -> None:
+def path_of(descriptor: int) -> str:
+    return os.readlink(f"/proc/self/fd/{descriptor}")
+
+
+def test_a_file_has_the_mode_that_the_umask_of_its_writer_allows(
+    trio: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver's own files by its umask; those of an owner by that owner's, which lets nobody else read."""
+    write = owners.write
+
+    def write_privately(directory: int, file: str, stored: Any) -> Any:
+        assert os.umask(0o077) == 0o027
+        try:
+            return write(directory, file, stored)
+        finally:
+            os.umask(0o027)
+
+    monkeypatch.setattr(owners, "write", write_privately)
     tmp_path.chmod(0o755)
     before = os.umask(0o027)
     try:
         checkpoint.save(tmp_path / "run", {"layer": rpc.remote("b", make_layer, (0,))})
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run" / "step-000000").iterdir()}
-    assert modes == {"layer.b.safetensors": 0o640, "manifest.json": 0o640}
+    modes = {
+        str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*")
+    }
+    assert modes == {
+        "run/.lock": 0o640,
+        "run/HISTORY": 0o640,
+        "run/step-000000": 0o750,
+        "run/step-000000/layer.b.safetensors": 0o600,
+        "run/step-000000/manifest.json": 0o640,
+    }
+
+
+# --- symbolic links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file of the user, to which nothing may be written."""
+    path = tmp_path / "victim"
+    path.write_text("precious")
+    return path
+
+
+LINK = "a symbolic link, which is not followed inside a checkpoint folder"
+
+
+def test_the_lock_and_the_history_are_not_written_through_links(trio: Cluster, tmp_path: Path, victim: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in (".lock", "HISTORY"):
+        (run / name).symlink_to(victim)
+        with pytest.raises(CheckpointError, match=rf"{re.escape(str(run))}:\n  {name}: .*{LINK}"):
+            checkpoint.save(run, {"bag": Bag(1)})
+        (run / name).unlink()
+    (run / ".lock").unlink()
+    os.link(victim, run / ".lock")
+    with pytest.raises(CheckpointError, match=r"\.lock is hard-linked elsewhere"):
+        checkpoint.save(run, {"bag": Bag(1)})
+    (run / ".lock").unlink()
+    os.mkfifo(run / "HISTORY")
+    with pytest.raises(CheckpointError, match=r"HISTORY: .*not a regular file"):
+        checkpoint.latest(run)
+    (run / "HISTORY").unlink()
+    (run / "HISTORY.new").symlink_to(victim)  # a name that can be guessed is not used
+    assert checkpoint.save(run, {"bag": Bag(1)}) == 0
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("name", ["layer.b.safetensors", "manifest.json"])
+def test_the_files_of_a_checkpoint_are_not_written_through_links(
+    trio: Cluster, tmp_path: Path, victim: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Even if the link is put there while the save runs."""
+    layer = rpc.remote("b", make_layer, (0,))
+    take = owners._take
+
+    def plant(holders: Any) -> Any:
+        (temporary,) = tmp_path.glob("run/.saving-*")
+        (temporary / name).symlink_to(victim)
+        return take(holders)
+
+    monkeypatch.setattr(owners, "_take", plant)
+    with pytest.raises((CheckpointError, FileExistsError), match="File exists"):
+        checkpoint.save(tmp_path / "run", {"layer": layer})
+    assert victim.read_text() == "precious"
+    assert checkpoint.latest(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("before", ["ask_all", "_whole"], ids=["the owners write", "the manifest is written"])
+def test_a_directory_that_was_replaced_by_a_link_is_not_written_to(
+    trio: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    function = getattr(checkpoint.saving, before)
+
+    def replace(*args: Any) -> Any:
+        (temporary,) = tmp_path.glob("run/.saving-*")
+        if not temporary.is_symlink():
+            os.rename(temporary, tmp_path / "moved")
+            temporary.symlink_to(elsewhere)
+        return function(*args)
+
+    monkeypatch.setattr(checkpoint.saving, before, replace)
+    with pytest.raises((CheckpointError, OSError), match=LINK):
+        checkpoint.save(tmp_path / "run", {"layer": rpc.remote("b", make_layer, (0,))})
+    assert os.listdir(elsewhere) == []
+    assert checkpoint.latest(tmp_path / "run") is None
+
+
+def test_reading_follows_the_link_that_the_user_names_and_none_inside(saved: Model, tmp_path: Path) -> None:
+    run = tmp_path.with_name(f"{tmp_path.name}-link")
+    run.symlink_to(tmp_path)
+    best = tmp_path / "best"
+    best.symlink_to(tmp_path / "step-000000")
+    expected = checkpoint.read(tmp_path, "layer0")
+    for path in (run, best):
+        assert_same(checkpoint.read(path, "layer0"), expected)
+        assert checkpoint.load(path, saved.things) == (0, "x")
+    for name in ("layer1.b.safetensors", "manifest.json", ""):
+        inside = tmp_path / "step-000000" / name
+        os.rename(inside, tmp_path / "moved")
+        inside.symlink_to(tmp_path / "moved")
+        (problem,) = assert_refused(saved, tmp_path)
+        assert LINK in problem
+        with pytest.raises(CheckpointError, match=LINK):
+            checkpoint.read(tmp_path, "layer1")
+        inside.unlink()
+        os.rename(tmp_path / "moved", inside)
+    assert checkpoint.load(tmp_path, saved.things) == (0, "x")
+
+
+def test_an_old_checkpoint_that_is_a_link_is_removed_without_its_target(trio: Cluster, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "run", {"bag": Bag(1)}, step=1)
+    os.rename(tmp_path / "run" / "step-000001", tmp_path / "moved")
+    (tmp_path / "run" / "step-000001").symlink_to(tmp_path / "moved")
+    (tmp_path / "run" / ".saving-1").symlink_to(tmp_path / "moved")
+    (tmp_path / "run" / "step-000002").symlink_to(tmp_path / "nowhere")
+    checkpoint.save(tmp_path / "run", {"bag": Bag(2)}, step=2, keep=1)
+    assert checkpoint.steps(tmp_path / "run") == [2]
+    assert sorted(os.listdir(tmp_path / "run")) == [".lock", "HISTORY", "step-000002", "step-000002.2"]
+    assert checkpoint.read(tmp_path / "moved", "bag") == 1
 
 
 # --- one save at a time -----------------------------------------------------------------------------------------------
@@ -820,19 +958,19 @@ def test_no_step_is_half_in_a_checkpoint(trio: Cluster, tmp_path: Path, monkeypa
     model = Model("aab", optim.SGD)
     before = model.state()
     gate = Gate()
-    write = tensors.save_file
+    write = owners.write
 
-    def slowly(stored: Any, path: Path) -> None:
-        if path.name == "layer0.a.safetensors":
+    def slowly(directory: int, file: str, stored: Any) -> Any:
+        if file == "layer0.a.safetensors":
             gate.pass_through()
-        write(stored, path)
+        return write(directory, file, stored)
 
     def changed(number: int) -> bool:
         layer = model.layers[number]
         now = _on(trio, lambda: rpc.rpc_sync(layer.owner_name(), state_of, (layer,)))
         return not torch.equal(now["0.weight"], before[number]["0.weight"])
 
-    monkeypatch.setattr(tensors, "save_file", slowly)
+    monkeypatch.setattr(owners, "write", slowly)
     with autograd.context() as context_id:
         tensor = torch.randn(8, 4, dtype=torch.float64)
         for layer in model.layers:
@@ -860,7 +998,7 @@ def _on(workers: Cluster, action: Callable[[], Any]) -> Any:
 # --- interrupted ------------------------------------------------------------------------------------------------------
 
 
-CALLS = ("mkdir", "rename", "fsync", "chmod")
+CALLS = ("mkdir", "rename", "fsync", "open")
 
 
 class Disk:
@@ -933,8 +1071,9 @@ def test_a_save_that_fails_at_any_moment_leaves_the_one_before(
         assert not [entry for entry in os.listdir(path) if entry.startswith((".saving", ".removing"))]
     # Both owners write at once: which of them does the call that fails is chance.
     anyones = {re.sub(r"^worker '[ab]'", "an owner", text) for text in texts}
-    owners_tell = {f"an owner: cannot write: [Errno 5] no {what} any more" for what in CALLS[2:]}
-    assert anyones == {f"[Errno 5] no {what} any more" for what in CALLS[:3]} | owners_tell
+    assert {what for what in CALLS for text in anyones if text.endswith(f"no {what} any more")} == set(CALLS)
+    assert all(re.search(r"no \w+ any more$", text) for text in anyones)
+    assert anyones >= {f"an owner: cannot write: [Errno 5] no {what} any more" for what in ("open", "fsync")}
     assert told.count(1) >= 15
     assert told == sorted(told)
     assert checkpoint.steps(path) == [2]
@@ -945,24 +1084,24 @@ def test_all_is_on_the_disk_before_it_counts(trio: Cluster, tmp_path: Path, monk
     fsync, rename = os.fsync, os.rename
 
     def note_fsync(descriptor: int) -> None:
-        done.append(re.sub(r"\.saving-\w+", "new", os.readlink(f"/proc/self/fd/{descriptor}")))
+        done.append(re.sub(r"\.(saving|history)-\w+", r"new \1", path_of(descriptor)))
         fsync(descriptor)
 
-    def note_rename(old: Path, new: Path) -> None:
-        done.append(f"-> {new}")
-        rename(old, new)
+    def note_rename(old: str, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        done.append(f"-> {new if dst_dir_fd is None else Path(path_of(dst_dir_fd)) / new}")
+        rename(old, new, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
 
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(os, "rename", note_rename)
     checkpoint.save(tmp_path, {"one": rpc.remote("b", make_layer, (0,)), "two": make_layer(1)})
     done = [each.replace(str(tmp_path), "run") for each in done]
-    assert sorted(done[:2]) == ["run/new/one.b.safetensors", "run/new/two.a.safetensors"]
+    assert sorted(done[:2]) == ["run/new saving/one.b.safetensors", "run/new saving/two.a.safetensors"]
     assert done[2:] == [
-        "run/new/manifest.json",
-        "run/new",
+        "run/new saving/manifest.json",
+        "run/new saving",
         "-> run/step-000000",
         "run",
-        "run/HISTORY.new",
+        "run/new history",
         "-> run/HISTORY",
         "run",
     ]
@@ -994,8 +1133,14 @@ def test_a_worker_that_does_not_see_the_folder(trio: Cluster, tmp_path: Path, mo
     """As on a host of its own, without a shared file system."""
     model = Model("abc")
     checkpoint.save(tmp_path, model.things)
-    isdir = os.path.isdir
-    monkeypatch.setattr(os.path, "isdir", lambda path: current_worker().name != "b" and isdir(path))
+    open_directory = Directory.open
+
+    def not_on_b(directory: Directory) -> int:
+        if current_worker().name == "b":
+            raise FileNotFoundError(directory.path)
+        return open_directory(directory)
+
+    monkeypatch.setattr(Directory, "open", not_on_b)
     with pytest.raises(CheckpointError, match=rf"worker 'b' does not see {tmp_path}/\.saving-.*all workers share"):
         checkpoint.save(tmp_path, model.things)
     assert assert_refused(model, tmp_path) == [
@@ -1006,10 +1151,10 @@ def test_a_worker_that_does_not_see_the_folder(trio: Cluster, tmp_path: Path, mo
 def test_what_the_driver_sees_must_be_what_the_owners_wrote(
     trio: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def short(folder: Path, file: str, stored: Any) -> Any:
-        records, size = tensors.write(folder, file, stored)
+    def short(directory: int, file: str, stored: Any) -> Any:
+        records, size = tensors.write(directory, file, stored)
         if file.startswith("layer1"):
-            (folder / file).unlink()
+            os.unlink(file, dir_fd=directory)
         return records, size + 1
 
     monkeypatch.setattr(owners, "write", short)
@@ -1089,7 +1234,7 @@ def test_a_driver_that_is_killed_at_any_moment_leaves_a_checkpoint(tmp_path: Pat
     assert not [entry for entry in os.listdir(tmp_path) if entry.startswith((".saving", ".removing"))]
 
 
-@pytest.mark.parametrize("moment", [1, 2])
+@pytest.mark.parametrize("moment", [1, 2, 3])
 def test_an_owner_that_is_killed_while_it_writes(tmp_path: Path, moment: int) -> None:
     names = ["worker0", "worker1"]
     with puppets.puppets(2) as cast:

@@ -70,7 +70,8 @@ LAYERS = [line.split() for line in """
     telegrad.nn.owner
     telegrad.nn.remote_module
     telegrad.nn
-    telegrad.checkpoint.plain  telegrad.checkpoint.tensors
+    telegrad.checkpoint.files  telegrad.checkpoint.plain
+    telegrad.checkpoint.tensors
     telegrad.checkpoint.manifest
     telegrad.checkpoint.folder  telegrad.checkpoint.holders
     telegrad.checkpoint.owners  telegrad.checkpoint.things

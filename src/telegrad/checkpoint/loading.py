@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,10 +43,11 @@ def load(
     targets = targets_of(things)
     folder = Folder(path).find(step)
     saved = manifest.read(folder)
-    problems, groups = _prepare_here(folder, saved, things)
+    with folder.opened() as directory:
+        problems, groups = _prepare_here(directory, saved, things)
     asked = {
         owner: (
-            str(folder),
+            folder,
             saved.files,
             [(target, _part(target, saved.things[target.name])) for target in mine if target.name not in problems],
         )
@@ -58,7 +58,7 @@ def load(
     found += [problem for _, wrong in answers.values() for problem in wrong]
     if found:
         answers.clear()  # what the owners have read is let go, even if somebody keeps the error
-        raise CheckpointError(f"cannot load {folder}, and nothing was touched", found)
+        raise CheckpointError(f"cannot load {folder.path}, and nothing was touched", found)
     ask_all(load_parts, {owner: (ready,) for owner, (ready, _) in answers.items()}, timeout)
     for name, settings in groups.items():
         _set_groups(things[name], settings)
@@ -75,9 +75,10 @@ def read(path: str | os.PathLike[str], name: str, step: int | None = None) -> An
     problems = _missing(name, saved)
     if not problems:
         thing = saved.things[name]
-        found, problems = tensors.read(folder, thing.tensors, saved.files)
+        with folder.opened() as directory:
+            found, problems = tensors.read(directory, thing.tensors, saved.files)
     if problems:
-        raise CheckpointError(f"cannot read {folder}", problems)
+        raise CheckpointError(f"cannot read {folder.path}", problems)
     return put_together(thing.state, found)
 
 
@@ -86,7 +87,7 @@ def _missing(name: str, saved: Manifest) -> list[str]:
 
 
 def _prepare_here(
-    folder: Path, saved: Manifest, things: Mapping[str, Any]
+    directory: int, saved: Manifest, things: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, Groups]]:
     """What the driver can tell itself: problems by name, and what is set for the groups of optimizers."""
     problems: dict[str, list[str]] = {}
@@ -97,7 +98,7 @@ def _prepare_here(
             wrong = compare_optimizer(name, thing, saved.things[name])
             if not wrong:
                 settings = saved.things[name].state["param_groups"]
-                found, wrong = tensors.read(folder, _records(settings, saved.things[name]), saved.files)
+                found, wrong = tensors.read(directory, _records(settings, saved.things[name]), saved.files)
                 groups[name] = [] if wrong else put_together(settings, found)
         if wrong:
             problems[name] = wrong

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from telegrad.checkpoint import manifest
@@ -54,15 +53,17 @@ def save(
     folder = Folder(path)
     with folder.saving() as temporary:
         number = folder.next_step() if step is None else step
-        answers = ask_all(write_parts, {owner: (str(temporary), mine) for owner, mine in targets.items()}, timeout)
+        answers = ask_all(write_parts, {owner: (temporary, mine) for owner, mine in targets.items()}, timeout)
         problems = [problem for _, wrong in answers.values() for problem in wrong]
         written = {owner: parts for owner, (parts, _) in answers.items()}
-        problems = problems or _check_sizes(temporary, written)
+        with temporary.opened() as directory:
+            problems = problems or _check_sizes(directory, written)
         if problems:
             raise CheckpointError(f"cannot save step {number} in {folder.path}", problems)
         files = {part.file: part.size for parts in written.values() for part in parts if part.size}
         saved = {name: _whole(name, thing, targets, written) for name, thing in things.items()}
-        manifest.write(temporary, Manifest(FORMAT, number, metadata, saved, files))
+        with temporary.opened() as directory:
+            manifest.write(directory, Manifest(FORMAT, number, metadata, saved, files))
         folder.commit(temporary, number, keep)
     return number
 
@@ -72,13 +73,13 @@ def _check_number(what: str, number: int | None, least: int) -> None:
         raise UsageError(f"{what} is a whole number from {least} on, not {number!r}")
 
 
-def _check_sizes(folder: Path, written: Mapping[str, list[Written]]) -> list[str]:
+def _check_sizes(directory: int, written: Mapping[str, list[Written]]) -> list[str]:
     """What the owners wrote is also what is seen here."""
     wrong = []
     for owner, parts in written.items():
         for part in parts:
             try:
-                size = (folder / part.file).stat().st_size if part.size else 0
+                size = os.stat(part.file, dir_fd=directory, follow_symlinks=False).st_size if part.size else 0
             except FileNotFoundError:
                 wrong.append(f"worker {owner!r} wrote {part.file}, but here it is missing")
                 continue
