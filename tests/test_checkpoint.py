@@ -14,6 +14,7 @@ import stat
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
+from safetensors import safe_open
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
@@ -31,6 +33,7 @@ from telegrad.checkpoint import CheckpointError, owners, plain, tensors
 from telegrad.checkpoint.files import Directory
 from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
+from telegrad.nn import RemoteModule, owner
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
 
@@ -175,7 +178,7 @@ def test_a_share_of_the_state_is_written_by_each_owner_and_never_comes_to_the_dr
         "optimizer.b.safetensors",
         "optimizer.c.safetensors",
     ]
-    with tensors.safe_open(tmp_path / "step-000000" / "optimizer.c.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / "step-000000" / "optimizer.c.safetensors", framework="pt") as file:
         assert set(file.keys()) == {
             f"state.{number}.{what}" for number in (8, 9, 10, 11) for what in ("step", "exp_avg", "exp_avg_sq")
         }
@@ -241,7 +244,7 @@ class Tied(nn.Module):
 def test_a_tied_tensor_is_stored_once(trio: Cluster, tmp_path: Path) -> None:
     saved, target, untied = Tied(), Tied(), Tied(tied=False)
     checkpoint.save(tmp_path, {"model": rpc.RRef(saved)})
-    with tensors.safe_open(tmp_path / "step-000000" / "model.a.safetensors", framework="pt") as file:
+    with safe_open(tmp_path / "step-000000" / "model.a.safetensors", framework="pt") as file:
         assert set(file.keys()) == {"one.weight", "one.bias", "other.bias"}
     for each in (target, untied):
         checkpoint.load(tmp_path, {"model": each})
@@ -389,6 +392,163 @@ def test_a_remote_module_is_the_module_that_it_stands_for(trio: Cluster, tmp_pat
     assert_same(rpc.rpc_sync("c", state_of, (another,)), rpc.rpc_sync("b", state_of, (model,)))
 
 
+# --- RemoteModules in a local module ----------------------------------------------------------------------------------
+
+
+class Layer(nn.Sequential):
+    def __init__(self, number: int) -> None:
+        super().__init__(*make_layer(number))
+
+
+class Nest(nn.Module):
+    """A layer here between two elsewhere, and a third of those, deeper down."""
+
+    def __init__(self, places: str, number: int = 0) -> None:
+        super().__init__()
+        self.first = placed(places[0], number)
+        self.second = Layer(number + 1)
+        self.rest = nn.ModuleDict({"third": placed(places[1], number + 2), "fourth": placed(places[2], number + 3)})
+
+
+def placed(place: str, number: int) -> nn.Module:
+    return Layer(number) if place == "-" else RemoteModule(place, Layer, (number,))
+
+
+@contextmanager
+def no_values_on_the_wire() -> Iterator[None]:
+    """A RemoteModule gives no state inside, and takes none."""
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("the state of a remote part was sent")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, "get_state", refuse)
+        patch.setattr(owner, "set_state", refuse)
+        yield
+
+
+def test_each_owner_writes_the_remote_parts_of_a_local_module(trio: Cluster, tmp_path: Path) -> None:
+    model, local = Nest("bcb"), Nest("---")
+    with no_values_on_the_wire():
+        checkpoint.save(tmp_path, {"model": model})
+    folder = tmp_path / "step-000000"
+    files = {file.name: set(safe_open(file, framework="pt").keys()) for file in folder.glob("*.safetensors")}
+    keys = local.state_dict().keys()
+    assert files == {
+        "model.a.safetensors": {key for key in keys if key.startswith("second.")},
+        "model.b.safetensors": {key for key in keys if key.startswith(("first.", "rest.fourth."))},
+        "model.c.safetensors": {key for key in keys if key.startswith("rest.third.")},
+    }
+    assert_same(checkpoint.read(tmp_path, "model"), dict(local.state_dict()))
+
+
+@pytest.mark.parametrize("before", ["bcb", "aaa", "---"])
+@pytest.mark.parametrize("after", ["bcb", "cb-", "aaa", "---"])
+def test_remote_parts_are_loaded_where_they_are_now(trio: Cluster, tmp_path: Path, before: str, after: str) -> None:
+    saved, model = Nest(before), Nest(after, number=10)
+    with no_values_on_the_wire():
+        checkpoint.save(tmp_path, {"model": saved})
+        checkpoint.load(tmp_path, {"model": model})
+    assert_same(dict(model.state_dict()), dict(Nest("---").state_dict()))
+
+
+def test_remote_parts_of_a_module_on_another_worker(trio: Cluster, tmp_path: Path) -> None:
+    """Also if that one is a RemoteModule there, and parts have parts."""
+    outer = rpc.remote("b", Nest, ("cba",))
+    deep = RemoteModule("c", Nest, ("bcb",))
+    handle = rpc.remote("b", keep, (RemoteModule("c", Layer, (7,)),))
+    things = {"outer": outer, "deep": nn.Sequential(deep), "handle": handle}
+    with no_values_on_the_wire():
+        checkpoint.save(tmp_path, things)
+    assert sorted(os.listdir(tmp_path / "step-000000")) == [
+        "deep.b.safetensors",
+        "deep.c.safetensors",
+        "handle.c.safetensors",
+        "manifest.json",
+        "outer.a.safetensors",
+        "outer.b.safetensors",
+        "outer.c.safetensors",
+    ]
+    assert_same(checkpoint.read(tmp_path, "deep"), dict(nn.Sequential(Nest("---")).state_dict()))
+    for name, expected in {"outer": Nest("---"), "handle": Layer(7)}.items():
+        assert_same(checkpoint.read(tmp_path, name), dict(expected.state_dict()))
+    others = {"outer": rpc.remote("c", Nest, ("aab", 20)), "deep": nn.Sequential(Nest("cab", 20)), "handle": Layer(20)}
+    with no_values_on_the_wire():
+        checkpoint.load(tmp_path, others)
+    assert_same(rpc.rpc_sync("c", state_of, (others["outer"],)), dict(Nest("---").state_dict()))
+    assert_same(dict(others["deep"].state_dict()), dict(nn.Sequential(Nest("---")).state_dict()))
+    assert_same(dict(others["handle"].state_dict()), dict(Layer(7).state_dict()))
+
+
+def keep(module: nn.Module) -> nn.Module:
+    return module
+
+
+def test_two_handles_on_one_remote_part(trio: Cluster, tmp_path: Path) -> None:
+    def twice(places: str, number: int) -> nn.Module:
+        modules = [placed(place, number) for place in places]
+        return nn.ModuleList([*modules, modules[0]])
+
+    checkpoint.save(tmp_path, {"model": twice("b", 1)})
+    with safe_open(tmp_path / "step-000000" / "model.b.safetensors", framework="pt") as file:
+        assert {key[0] for key in file.keys()} == {"0"}  # noqa: SIM118
+    model = twice("c", 2)
+    checkpoint.load(tmp_path, {"model": model})
+    assert_same(dict(model.state_dict()), dict(twice("-", 1).state_dict()))
+    checkpoint.save(tmp_path, {"model": nn.ModuleList([Layer(1), Layer(2)])})
+    with pytest.raises(CheckpointError, match=r"'c': model\.0\.0\.weight and model\.1\.0\.weight are one tensor"):
+        checkpoint.load(tmp_path, {"model": model})
+
+
+def test_remote_parts_that_do_not_fit(trio: Cluster, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, {"model": nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2, bias=False))})
+    parts = [RemoteModule("b", nn.Linear, (5, 2)), nn.Linear(2, 2), RemoteModule("c", nn.Linear, (2, 2))]
+    model = nn.Sequential(*parts)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="nothing was touched") as info:
+        checkpoint.load(tmp_path, {"model": model})
+    assert info.value.problems == [
+        "worker 'b': model.0.weight is float32 [2, 5], but float32 [2, 3] in the checkpoint",
+        "worker 'c': model.2.bias is not in the checkpoint",
+    ]
+    with pytest.raises(CheckpointError, match=r"worker 'b': model\.0\.bias is left over"):
+        checkpoint.load(tmp_path, {"model": nn.Sequential(RemoteModule("b", nn.Linear, (3, 2, False)), *parts[1:])})
+    assert_same(dict(model.state_dict()), before)
+    checkpoint.save(tmp_path, {"model": Bag({"0": 1})})
+    with pytest.raises(CheckpointError, match="worker 'b': model is of kind 'module' here, but 'object'"):
+        checkpoint.load(tmp_path, {"model": model})
+
+
+class Ring(nn.Module):
+    pass
+
+
+def close_ring(module: rpc.RRef[nn.Module], remote: nn.Module) -> None:
+    module.local_value().add_module("again", remote)
+
+
+def open_ring(module: rpc.RRef[nn.Module]) -> None:
+    del module.local_value().again
+
+
+def test_a_module_that_contains_itself_on_another_worker(trio: Cluster, tmp_path: Path) -> None:
+    ring = RemoteModule("b", Ring)
+    rpc.rpc_sync("b", close_ring, (ring.get_module_rref(), ring))
+    try:
+        with pytest.raises(UsageError, match=r"model contains itself: as its part '0\.again\.'"):
+            checkpoint.save(tmp_path, {"model": nn.Sequential(ring)})
+    finally:
+        rpc.rpc_sync("b", open_ring, (ring.get_module_rref(),))
+
+
+def test_remote_parts_get_the_versions_of_their_layers_back(trio: Cluster, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), RemoteModule("b", Versioned, (2, 2)))
+    checkpoint.save(tmp_path, {"model": model})
+    Versioned.seen = None
+    checkpoint.load(tmp_path, {"model": model})
+    assert Versioned.seen == 7
+
+
 class Versioned(nn.Linear):
     _version = 7
     seen: Any = None
@@ -422,9 +582,14 @@ def test_a_lazy_module_takes_its_shape_from_the_checkpoint(trio: Cluster, tmp_pa
 def test_some_of_what_was_saved_can_be_loaded_alone(trio: Cluster, tmp_path: Path) -> None:
     model = Model("abc")
     checkpoint.save(tmp_path, model.things)
-    checkpoint.load(tmp_path, {"layer1": model.layers[1]})
     (tmp_path / "step-000000" / "layer0.a.safetensors").unlink()
+    saved = model.state()
+    model.train(range(2))
+    trained = model.state()
     checkpoint.load(tmp_path, {"layer1": model.layers[1]})
+    assert_same(model.state(), [trained[0], saved[1], *trained[2:]])
+    with pytest.raises(AssertionError):
+        assert_same(trained[1], saved[1])  # there was something to load
 
 
 # --- refusing to save ---------------------------------------------------------------------------------------------

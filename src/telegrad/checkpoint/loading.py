@@ -10,7 +10,7 @@ import msgspec
 
 from telegrad.checkpoint import manifest, tensors
 from telegrad.checkpoint.folder import Folder
-from telegrad.checkpoint.holders import Target, compare_optimizer
+from telegrad.checkpoint.holders import Target, compare_optimizer, prefix_of
 from telegrad.checkpoint.manifest import Manifest, Thing
 from telegrad.checkpoint.owners import load_parts, prepare_parts
 from telegrad.checkpoint.plain import put_together, tensor_names
@@ -40,7 +40,7 @@ def load(
     ``load_state_dict`` that raises, or a worker that dies, can come later, when others have loaded already.
     ``timeout`` is as for ``save``.
     """
-    targets = targets_of(things)
+    targets = targets_of(things, timeout)
     folder = Folder(path).find(step)
     saved = manifest.read(folder)
     with folder.opened() as directory:
@@ -108,7 +108,10 @@ def _prepare_here(
 def _part(target: Target, thing: Thing) -> Thing:
     """What one owner needs."""
     if target.share is None:
-        return thing
+        if thing.kind != "module" or len(target.prefixes) == 1:
+            return thing
+        mine = {k: v for k, v in thing.state.items() if prefix_of(k, target.prefixes) in target.references}
+        return msgspec.structs.replace(thing, state=mine, tensors=_records(mine, thing))
     numbers = target.share.numbers
     states = thing.state["state"]
     state = {

@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 from safetensors import SafetensorError
+from torch import nn
 
 from telegrad.checkpoint.files import Directory
-from telegrad.checkpoint.holders import Holder, Target, holder_of
+from telegrad.checkpoint.holders import Holder, Target, holder_of, own_state, remote_parts
 from telegrad.checkpoint.manifest import Thing
 from telegrad.checkpoint.plain import Parts, put_together
 from telegrad.checkpoint.tensors import read, unfit, write
@@ -33,6 +34,12 @@ def _holders(targets: Sequence[Target]) -> tuple[list[tuple[Target, Holder]], li
         except UsageError as error:
             problems.append(str(error))
     return found, problems
+
+
+def find_parts(references: Sequence[RRef[Any]]) -> list[dict[str, RRef[nn.Module]]]:
+    """Of each: the RemoteModules in it, by the prefix of their keys."""
+    values = [reference.local_value() for reference in references]
+    return [remote_parts(own_state(value)) if isinstance(value, nn.Module) else {} for value in values]
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
