@@ -916,7 +916,9 @@ def test_a_history_that_is_lost(trio: Cluster, tmp_path: Path) -> None:
 def test_one_checkpoint_may_go_elsewhere(trio: Cluster, tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", {"bag": Bag(3)}, metadata=[1])
     os.rename(tmp_path / "run" / "step-000000", tmp_path / "best")
-    assert checkpoint.load(tmp_path / "best", {"bag": Bag()}) == (0, [1])
+    bag = Bag()
+    assert checkpoint.load(tmp_path / "best", {"bag": bag}) == (0, [1])
+    assert bag.state == 3
     assert checkpoint.read(tmp_path / "best", "bag") == 3
     with pytest.raises(UsageError, match="leave out step=0"):
         checkpoint.read(tmp_path / "best", "bag", 0)
@@ -1061,7 +1063,9 @@ def test_reading_follows_the_link_that_the_user_names_and_none_inside(saved: Mod
     expected = checkpoint.read(tmp_path, "layer0")
     for path in (run, best):
         assert_same(checkpoint.read(path, "layer0"), expected)
+        saved.train(range(1))
         assert checkpoint.load(path, saved.things) == (0, "x")
+        assert_same(saved.state()[0], expected)
     for name in ("layer1.b.safetensors", "manifest.json", ""):
         inside = tmp_path / "step-000000" / name
         os.rename(inside, tmp_path / "moved")

@@ -42,7 +42,8 @@ def test_a_wrong_option_says_what_would_be_right(wrong: dict[str, Any], message:
 
 
 def test_options_of_tensorpipe_are_taken_and_ignored() -> None:
-    RpcBackendOptions(_transports=["shm", "uv"], _channels=["basic"])
+    given = RpcBackendOptions(_transports=["shm", "uv"], _channels=["basic"])
+    assert vars(given) == vars(RpcBackendOptions())
 
 
 def test_device_maps() -> None:
