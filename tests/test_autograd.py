@@ -1735,11 +1735,12 @@ def turned(tensor: Tensor) -> Tensor:
 def test_a_leaf_does_not_take_over_memory_that_may_have_to_be_sent_again(trio: Cluster) -> None:
     KEPT["weight"] = torch.ones(100, 100, dtype=torch.float64, requires_grad=True)
     KEPT["weight"].register_post_accumulate_grad_hook(lambda weight: weight.grad.zero_())  # type: ignore[union-attr]
-    trio.fault("drop", messages.Gradients, sender="b", count=1)
+    fault = trio.fault("drop", messages.Gradients, sender="b", count=1)
     leaf = torch.ones(100, 100, dtype=torch.float64, requires_grad=True)
     with autograd.context() as context_id:
         autograd.backward(context_id, [(rpc.rpc_sync("b", turned, (leaf,)) * 1).sum()])
         assert autograd.get_gradients(context_id)[leaf].unique().tolist() == [3.0]
+    assert fault.hits == 1
     del KEPT["weight"]
 
 

@@ -735,8 +735,8 @@ def test_failures_survive_what_happens_to_a_note(trio: Cluster, kind: Any, note:
 
 
 def test_all_notes_suffer_at_once(trio: Cluster) -> None:
+    dropped = [trio.fault("drop", note, count=1) for note in NOTES]
     for note in NOTES:
-        trio.fault("drop", note, count=1)
         trio.fault("repeat", note, count=2)
         trio.fault("delay", note, count=2, seconds=0.02)
         trio.fault("reorder", note, count=2)
@@ -745,6 +745,7 @@ def test_all_notes_suffer_at_once(trio: Cluster) -> None:
         meeting_sources("c", "b")
         far_source()
     assert_nothing_left(trio)
+    assert [fault.hits for fault in dropped] == [1] * len(NOTES)
 
 
 def test_a_repeated_gradient_is_added_once(trio: Cluster) -> None:

@@ -96,7 +96,9 @@ def test_the_demo_starts_its_workers_itself(tmp_path: Path) -> None:
     drawn = tmp_path / "a new folder" / "loss.svg"
     command = [sys.executable, str(HYBRID / "demo.py"), *NORMAL, "--picture", str(drawn)]
     done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=LIMIT)
-    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    # On a busy machine it says for whom it waits.
+    assert [line for line in done.stderr.splitlines() if " waits for " not in line] == []
     check_good(done.stdout, drawn)
 
 

@@ -113,22 +113,24 @@ def test_a_repeated_note_is_handled_once(trio: Cluster) -> None:
                 handle(sender, payload, value)
 
             worker.agent.mail.handlers[kind] = count
-    trio.fault("repeat", *NOTES)
+    fault = trio.fault("repeat", *NOTES)
     pass_references_around()
     assert_no_references(trio)
+    assert fault.hits >= 6
     assert len(handled) >= 6
     assert len(handled) == len(set(handled))
 
 
 def test_all_notes_suffer_at_once(trio: Cluster) -> None:
+    dropped = [trio.fault("drop", note, count=1) for note in NOTES]
     for note in NOTES:
-        trio.fault("drop", note, count=1)
         trio.fault("repeat", note, count=1)
         trio.fault("delay", note, count=2, seconds=0.02)
         trio.fault("reorder", note, count=2)
     for _ in range(3):
         pass_references_around()
     assert_no_references(trio)
+    assert [fault.hits for fault in dropped] == [1] * len(NOTES)
     assert not _alive
 
 
@@ -141,9 +143,10 @@ def test_a_lost_reply_is_a_timeout_and_the_next_call_goes_through(trio: Cluster)
 
 
 def test_a_reply_of_a_creation_that_is_lost(trio: Cluster) -> None:
-    trio.fault("drop", Reply, sender="b", receiver="a", count=1)
+    fault = trio.fault("drop", Reply, sender="b", receiver="a", count=1)
     rref = rpc.remote("b", Value, timeout=0.05)
     assert eventually(lambda: trio["a"].references.broken)
+    assert fault.hits == 1
     assert _alive
     del rref
     assert_no_references(trio)
@@ -152,9 +155,11 @@ def test_a_reply_of_a_creation_that_is_lost(trio: Cluster) -> None:
 
 @pytest.mark.parametrize("message", [Call, RemoteCall, Fetch, Reply], ids=lambda message: message.__name__)
 def test_late_messages_are_only_late(trio: Cluster, message: type) -> None:
-    trio.fault("delay", message, seconds=0.02, count=10)
+    fault = trio.fault("delay", message, seconds=0.02, count=10)
     pass_references_around()
+    assert rpc.remote("b", operator.add, (1, 2)).to_here() == 3
     assert_no_references(trio)
+    assert fault.hits > 0
 
 
 # --- losses -----------------------------------------------------------------------------------------------------

@@ -144,23 +144,26 @@ def test_a_fetch_in_no_grad_that_must_wait_is_not_part_of_the_context(workers: C
 
 def test_a_parameter_can_be_sent_while_another_thread_uses_it() -> None:
     with puppets(1) as (puppet,):
-        puppet.start(send_and_use, 3.0).result(10)
+        assert puppet.start(send_and_use, 3.0).result(60) > 0
 
 
-def send_and_use(seconds: float) -> None:
-    """Runs in a process of its own, for no thread of it may ever run again."""
+def send_and_use(seconds: float) -> int:
+    """Runs in a process of its own, for no thread of it may ever run again; how often it sent the parameter."""
     leaf = torch.ones(3, requires_grad=True)
-    end = time.monotonic() + seconds
-
-    def use() -> None:
-        while time.monotonic() < end:
-            leaf.chunk(3)
-
+    sent = 0
     with cluster("a", "b") as workers, workers.on("a"):
+        end = time.monotonic() + seconds
+
+        def use() -> None:
+            while time.monotonic() < end:
+                leaf.chunk(3)
+
         threading.Thread(target=use, daemon=True).start()
         while time.monotonic() < end:
             with autograd.context():
                 rpc.rpc_sync("b", torch.Tensor.clone, (leaf,))
+            sent += 1
+    return sent
 
 
 @pytest.mark.xfail(strict=True, reason="where a leaf's gradient is undefined, its post-accumulate hooks are not called")

@@ -67,14 +67,16 @@ LAYERS = [line.split() for line in """
     telegrad.optim.local
     telegrad.optim.clipping  telegrad.optim.distributed
     telegrad.optim
-    telegrad.nn.placement  telegrad.nn.refused
+    telegrad.nn.parts  telegrad.nn.placement  telegrad.nn.refused
     telegrad.nn.owner
     telegrad.nn.remote_module
     telegrad.nn
-    telegrad.checkpoint.plain  telegrad.checkpoint.tensors
+    telegrad.checkpoint.files  telegrad.checkpoint.plain
+    telegrad.checkpoint.tensors
     telegrad.checkpoint.manifest
     telegrad.checkpoint.folder  telegrad.checkpoint.holders
-    telegrad.checkpoint.owners  telegrad.checkpoint.things
+    telegrad.checkpoint.owners
+    telegrad.checkpoint.things
     telegrad.checkpoint.loading  telegrad.checkpoint.saving
     telegrad.checkpoint
     telegrad.compat.children  telegrad.compat.graph_view  telegrad.compat.node_hooks  telegrad.compat.optim

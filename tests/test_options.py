@@ -150,7 +150,8 @@ def test_a_short_secret_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_options_of_tensorpipe_are_taken_and_ignored() -> None:
-    RpcBackendOptions(_transports=["shm", "uv"], _channels=["basic"])
+    given = RpcBackendOptions(_transports=["shm", "uv"], _channels=["basic"])
+    assert vars(given) == vars(RpcBackendOptions())
 
 
 def test_device_maps() -> None:

@@ -121,7 +121,7 @@ def through_c(tensor: Tensor) -> Tensor:
 
 
 def test_a_pass_that_overtakes_the_end_of_a_failed_one_ends_it(trio: Cluster) -> None:
-    trio.fault("delay", EndPass, sender="b", receiver="c", seconds=0.5)
+    fault = trio.fault("delay", EndPass, sender="b", receiver="c", seconds=0.5)
     leaf = torch.tensor([1.0, 2.0], requires_grad=True)
     with autograd.context() as context_id:
         bad = rpc.rpc_sync("b", through_c, (leaf,)).sum()
@@ -130,6 +130,7 @@ def test_a_pass_that_overtakes_the_end_of_a_failed_one_ends_it(trio: Cluster) ->
             autograd.backward(context_id, [bad], retain_graph=True)
         autograd.backward(context_id, [good], retain_graph=True)
         assert autograd.get_gradients(context_id)[leaf].tolist() == [2.0, 3.0]
+        assert fault.hits == 1
     assert_nothing_left(trio, "a", "b", "c")
 
 

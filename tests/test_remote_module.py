@@ -215,11 +215,12 @@ def double_its_output(module_rref: rpc.RRef[nn.Module]) -> None:
 def test_the_module_stays_while_a_call_is_on_its_way() -> None:
     with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
         remote = RemoteModule("b", Block, (4, 3))
-        workers.fault("delay", Call, sender="a", receiver="b", seconds=0.2)
+        fault = workers.fault("delay", Call, sender="a", receiver="b", seconds=0.2)
         future = remote.forward_async(batch())
         del remote
         gc.collect()
         torch.testing.assert_close(future.wait(), Block(4, 3)(batch()))
+        assert fault.hits == 1
         del future
         assert_no_references(workers)
 

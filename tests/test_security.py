@@ -14,6 +14,7 @@ import pytest
 
 from programs import deeds, exported
 from puppets import PATIENCE, Puppet, join, leave, puppets, troupe
+from support import AT_ONCE
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, SerializationError, TelegradError, UsageError
 from telegrad.transport.dial import Address, dial
@@ -135,7 +136,7 @@ def test_a_stranger_who_says_nothing_is_shown_the_door_after_five_seconds(worker
             time.sleep(0.1)
         for sock in [*silent, dripping]:
             assert all_that_comes(sock) == b""
-        assert 3 < time.monotonic() - start < 8
+        assert 3 < time.monotonic() - start < 5 + AT_ONCE
     finally:
         for sock in [*silent, dripping]:
             sock.close()

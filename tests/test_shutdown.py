@@ -182,8 +182,10 @@ def test_a_worker_alone_shuts_down() -> None:
 def test_late_barriers_find_a_leader_that_has_left() -> None:
     """Answers of the last round may be overtaken by the goodbye."""
     with cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        workers.fault("delay", Barrier, sender="c", seconds=0.05, count=2)
+        fault = workers.fault("delay", Barrier, sender="c", seconds=0.05, count=2)
         workers.shutdown(timeout=PATIENCE)
+        assert fault.hits == 2
+        assert all(worker.closed for worker in workers)
 
 
 def test_missing_is_empty_while_nobody_waits() -> None:

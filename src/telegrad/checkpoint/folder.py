@@ -8,6 +8,7 @@
       HISTORY                  their names in the order they were saved; the last one is the latest
       .lock                    held by whoever saves
       .saving-8c1f…/           a save under way, or one that was interrupted
+      .history-5d02…           the next HISTORY, not yet in its place
 
 1. Take the lock, which the kernel gives back when its holder dies; nobody waits for it.
 2. Remove what interrupted saves left.  Every save has the lock from before its folder is made until it is renamed or
@@ -30,17 +31,18 @@ import secrets
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from telegrad.checkpoint.files import Directory, create, finish, open_file, read_file
 from telegrad.checkpoint.manifest import MANIFEST
-from telegrad.checkpoint.tensors import sync
-from telegrad.errors import UsageError
+from telegrad.errors import CheckpointError, UsageError
 
 log = logging.getLogger("telegrad.checkpoint")
 
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")  # the second number: this step was saved before
-_HISTORY, _LOCK, _SAVING, _REMOVING = "HISTORY", ".lock", ".saving-", ".removing-"
+_HISTORY, _LOCK = "HISTORY", ".lock"
+_SAVING, _REMOVING, _NEW_HISTORY = ".saving-", ".removing-", ".history-"  # each with random digits after it
 
 
 def steps(path: str | os.PathLike[str]) -> list[int]:
@@ -58,25 +60,26 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         # Made absolute here, on the driver: other workers have their own home and working directory.
         self.path = Path(os.path.abspath(os.path.expanduser(path)))
+        self._directory = Directory(str(self.path), may_be_link=True)
 
     # --- what is there --------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         return list(dict.fromkeys(_step(name) for name in reversed(self._names())))[::-1]
 
-    def find(self, step: int | None) -> Path:
+    def find(self, step: int | None) -> Directory:
         """The checkpoint of that step, or the latest one; this folder, if it is one itself."""
         if (self.path / MANIFEST).exists():
             if step is not None:
                 raise UsageError(f"{self.path} is one checkpoint, not a folder of them: leave out step={step}")
-            return self.path
+            return self._directory
         names = self._names()
         if not names:
             raise UsageError(f"there is no checkpoint in {self.path}")
         chosen = [name for name in names if step is None or _step(name) == step]
         if not chosen:
             raise UsageError(f"there is no step {step} in {self.path}: it has {', '.join(map(str, self.steps()))}")
-        return self.path / chosen[-1]
+        return Directory(str(self.path / chosen[-1]))
 
     def _names(self) -> list[str]:
         """All checkpoints, the latest last.
@@ -94,39 +97,44 @@ class Folder:
 
     def _history(self) -> list[str]:
         try:
-            return list(dict.fromkeys((self.path / _HISTORY).read_text(errors="replace").split()))
+            with self._directory.opened() as directory:
+                text = read_file(_HISTORY, directory).decode(errors="replace")
         except FileNotFoundError:
             return []
+        except OSError as error:
+            raise CheckpointError(f"cannot read {self.path}", [f"{_HISTORY}: {error}"]) from error
+        return list(dict.fromkeys(text.split()))
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def saving(self) -> Iterator[Path]:
-        """Inside, nobody else saves here; gives a new folder, which is gone after it unless it was committed."""
+    def saving(self) -> Iterator[Directory]:
+        """Inside, nobody else saves here; gives a new directory, which is removed unless it was committed."""
         if (self.path / MANIFEST).exists():
             raise UsageError(f"{self.path} is a checkpoint itself: save into the folder that it is in")
         self.path.mkdir(parents=True, exist_ok=True)
         with self._locked():
             for entry in os.listdir(self.path):
-                if entry.startswith((_SAVING, _REMOVING)):
-                    shutil.rmtree(self.path / entry, ignore_errors=True)  # an owner may still write; then next time
+                if entry.startswith((_SAVING, _REMOVING, _NEW_HISTORY)):
+                    with suppress(OSError):  # an owner may still write; then next time
+                        _delete(self.path / entry)
             temporary = self.path / f"{_SAVING}{secrets.token_hex(8)}"
             temporary.mkdir()
             try:
-                yield temporary
+                yield Directory(str(temporary))
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
 
-    def commit(self, temporary: Path, step: int, keep: int | None) -> None:
-        """Makes a folder with all files in it the latest checkpoint."""
+    def commit(self, temporary: Directory, step: int, keep: int | None) -> None:
+        """Makes a directory with all files in it the latest checkpoint."""
         before = self._names()
         name, again = f"step-{step:06d}", 1
-        while (self.path / name).exists():
+        while os.path.lexists(self.path / name):
             again += 1
             name = f"step-{step:06d}.{again}"
-        sync(temporary)
-        os.rename(temporary, self.path / name)
-        sync(self.path)
+        temporary.sync()
+        os.rename(temporary.path, self.path / name)
+        self._directory.sync()
         history = [each for each in self._history() if each in before]
         self._write_history([*history, name])
         for old in before:
@@ -137,27 +145,33 @@ class Folder:
         return max(self.steps(), default=-1) + 1
 
     def _write_history(self, names: list[str]) -> None:
-        new = self.path / f"{_HISTORY}.new"
-        with open(new, "w") as file:
-            file.write("".join(f"{name}\n" for name in names))
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(new, self.path / _HISTORY)
-        sync(self.path)
+        new = f"{_NEW_HISTORY}{secrets.token_hex(8)}"
+        with self._directory.opened() as directory:
+            with create(new, directory) as file:
+                file.write("".join(f"{name}\n" for name in names).encode())
+                finish(file)
+            os.rename(new, _HISTORY, src_dir_fd=directory, dst_dir_fd=directory)
+            os.fsync(directory)
 
     def _remove(self, name: str) -> None:
         grave = self.path / f"{_REMOVING}{secrets.token_hex(8)}"
         try:
             os.rename(self.path / name, grave)
-            shutil.rmtree(grave)
+            _delete(grave)
         except OSError as error:  # the new one is saved, whatever becomes of this one
             reason = str(error)  # as text: a handler may keep it, and with it all frames of the program
             log.warning("could not remove the old checkpoint %s: %s", self.path / name, reason)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
+            with self._directory.opened() as directory:
+                descriptor = open_file(_LOCK, directory, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise CheckpointError(f"cannot save into {self.path}", [f"{_LOCK}: {error}"]) from error
+        try:
+            if os.fstat(descriptor).st_nlink != 1:  # what is written below would also be in another file
+                raise CheckpointError(f"cannot save into {self.path}", [f"{_LOCK} is hard-linked elsewhere: remove it"])
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -173,6 +187,14 @@ class Folder:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child that was forked meanwhile has the descriptor too
         finally:
             os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    """A directory with all that is in it, or a file, or a link, but not what it refers to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _numbers(name: str) -> tuple[int, int]:

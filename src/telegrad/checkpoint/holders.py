@@ -3,7 +3,9 @@
 ==============  ==========================================  ============================================================
 a thing         its state                                   what must be the same before it is loaded
 ==============  ==========================================  ============================================================
-module          ``state_dict()``                            all keys, and the dtypes and shapes of all tensors
+module          ``state_dict()``, without that of the       all keys, and the dtypes and shapes of all tensors
+                RemoteModules in it, which their owners
+                take
 optimizer       ``state_dict()``                            the names of its settings, the groups, all parameters
 share           what one owner has of a                     its parameters (the driver sees to the rest)
                 ``DistributedOptimizer``, parameters
@@ -15,9 +17,9 @@ object          ``state_dict()``                            the keys at the top;
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,8 @@ from telegrad.checkpoint.plain import TensorName
 from telegrad.checkpoint.tensors import Memory, describe, dtype_name, memory_of
 from telegrad.current import current_worker
 from telegrad.errors import UsageError
+from telegrad.nn import RemoteModule
+from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.owners import local_tensors
@@ -45,10 +49,15 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A thing, or an owner's part of one."""
+    """What one owner has of a thing.
+
+    Of a module that has RemoteModules in it, some owners have one or more of these.  Each goes by the prefix that its
+    keys have in the state of the whole, as ``"layers.0."``; the prefix of the thing itself is empty.
+    """
 
     name: str
-    reference: RRef[Any]
+    references: dict[str, RRef[Any]]  # by prefix
+    prefixes: frozenset[str] = frozenset(("",))  # those that all owners have
     share: Share | None = None
 
 
@@ -63,11 +72,12 @@ class Holder(Protocol):
 
 
 def holder_of(target: Target) -> Holder:
-    value = target.reference.local_value()
+    values = {prefix: reference.local_value() for prefix, reference in target.references.items()}
+    if all(isinstance(each, nn.Module) for each in values.values()):
+        return _Module(target, values)
+    value = values[""]
     if isinstance(value, LocalOptimizer) and target.share is not None:
         return _Share(value, target.share)
-    if isinstance(value, nn.Module):
-        return _Module(value)
     if isinstance(value, DistributedOptimizer):
         raise UsageError(f"{target.name} is a DistributedOptimizer of another worker: that one must save and load it")
     if isinstance(value, torch.optim.Optimizer) and type(value).state_dict is torch.optim.Optimizer.state_dict:
@@ -77,21 +87,55 @@ def holder_of(target: Target) -> Holder:
     raise UsageError(f"{target.name} is a {type(value).__qualname__}, which has no state_dict and load_state_dict")
 
 
+def own_state(module: nn.Module) -> dict[str, Any]:
+    """Its ``state_dict()``, with a reference to each RemoteModule in it in the place of that one's values."""
+    if any(isinstance(part, RemoteModule) for _, part in module.named_modules(set())):
+        return cast(dict[str, Any], module.state_dict(destination=OwnState()))
+    return module.state_dict()
+
+
+def remote_parts(state: Mapping[str, Any]) -> dict[str, RRef[nn.Module]]:
+    """The references in an ``own_state``, by prefix."""
+    return {key.removesuffix(REMOTE): value for key, value in state.items() if isinstance(value, RRef)}
+
+
+def prefix_of(key: str, prefixes: Iterable[str]) -> str:
+    """Of the part that this key of a whole state belongs to: the longest that fits."""
+    return max((prefix for prefix in prefixes if key.startswith(prefix)), key=len)
+
+
 class _Module:
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    """A module, or those of its remote parts that are on this worker, or both."""
+
+    def __init__(self, target: Target, modules: Mapping[str, nn.Module]) -> None:
+        self._prefixes, self._modules = target.prefixes, modules
 
     def take(self) -> Thing:
-        state = self._module.state_dict()
-        notes: Mapping[str, Mapping[str, Any]] = getattr(state, "_metadata", {})
-        versions = {layer: note["version"] for layer, note in notes.items() if type(note.get("version")) is int}
-        return Thing("module", dict(state), versions=versions)
+        """With None in the place of each remote part, under its prefix without the last dot."""
+        state: dict[str, Any] = {}
+        versions: dict[str, int] = {}
+        for prefix, module in self._modules.items():
+            own = own_state(module)
+            for part in remote_parts(own):
+                if prefix + part not in self._prefixes:
+                    raise UsageError(f"a RemoteModule, {prefix + part!r}, was added while the module was being saved")
+            state |= {_without_mark(prefix + key): None if isinstance(v, RRef) else v for key, v in own.items()}
+            notes: Mapping[str, Mapping[str, Any]] = getattr(own, "_metadata", {})
+            for layer, note in notes.items():
+                if type(note.get("version")) is int:
+                    versions[(prefix + layer).removesuffix(".")] = note["version"]
+        return Thing("module", state, versions=versions)
 
     def compare(self, name: str, saved: Thing) -> list[str]:
         wrong = compare_kind(name, "module", saved)
         if wrong:
             return wrong
-        mine = self._module.state_dict()
+        mine = {
+            prefix + key: value
+            for prefix, module in self._modules.items()
+            for key, value in own_state(module).items()
+            if not isinstance(value, RRef)
+        }
         wrong = compare_keys(name, mine, saved.state)
         for key, value in mine.items():
             if key in saved.state:
@@ -99,10 +143,24 @@ class _Module:
         return wrong or _compare_ties(name, mine, saved)
 
     def load(self, state: Any, saved: Thing) -> None:
-        whole = OrderedDict(state)
-        whole._metadata = {layer: {"version": version} for layer, version in saved.versions.items()}  # type: ignore[attr-defined]
-        with current_worker().autograd.swapping:
-            self._module.load_state_dict(whole)
+        parts: dict[str, Any] = {prefix: OrderedDict() for prefix in self._modules}
+        for key, value in state.items():
+            prefix = prefix_of(key, self._prefixes)
+            parts[prefix][key.removeprefix(prefix)] = value
+        for prefix, part in parts.items():
+            module = self._modules[prefix]
+            part._metadata = {
+                f"{layer}.".removeprefix(prefix).removesuffix("."): {"version": version}
+                for layer, version in saved.versions.items()
+                if f"{layer}.".startswith(prefix)
+            }
+            with current_worker().autograd.swapping:
+                part.update({key: value for key, value in own_state(module).items() if isinstance(value, RRef)})
+                module.load_state_dict(part)
+
+
+def _without_mark(key: str) -> str:
+    return key.removesuffix(f".{REMOTE}")
 
 
 class _Optimizer:

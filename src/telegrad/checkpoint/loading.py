@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from telegrad.checkpoint import manifest, tensors
 from telegrad.checkpoint.folder import Folder
-from telegrad.checkpoint.holders import Target, compare_optimizer
+from telegrad.checkpoint.holders import Target, compare_optimizer, prefix_of
 from telegrad.checkpoint.manifest import Manifest, Thing
 from telegrad.checkpoint.owners import load_parts, prepare_parts
 from telegrad.checkpoint.plain import put_together, tensor_names
@@ -41,13 +40,14 @@ def load(
     ``load_state_dict`` that raises, or a worker that dies, can come later, when others have loaded already.
     ``timeout`` is as for ``save``.
     """
-    targets = targets_of(things)
+    targets = targets_of(things, timeout)
     folder = Folder(path).find(step)
     saved = manifest.read(folder)
-    problems, groups = _prepare_here(folder, saved, things)
+    with folder.opened() as directory:
+        problems, groups = _prepare_here(directory, saved, things)
     asked = {
         owner: (
-            str(folder),
+            folder,
             saved.files,
             [(target, _part(target, saved.things[target.name])) for target in mine if target.name not in problems],
         )
@@ -58,7 +58,7 @@ def load(
     found += [problem for _, wrong in answers.values() for problem in wrong]
     if found:
         answers.clear()  # what the owners have read is let go, even if somebody keeps the error
-        raise CheckpointError(f"cannot load {folder}, and nothing was touched", found)
+        raise CheckpointError(f"cannot load {folder.path}, and nothing was touched", found)
     ask_all(load_parts, {owner: (ready,) for owner, (ready, _) in answers.items()}, timeout)
     for name, settings in groups.items():
         _set_groups(things[name], settings)
@@ -75,9 +75,10 @@ def read(path: str | os.PathLike[str], name: str, step: int | None = None) -> An
     problems = _missing(name, saved)
     if not problems:
         thing = saved.things[name]
-        found, problems = tensors.read(folder, thing.tensors, saved.files)
+        with folder.opened() as directory:
+            found, problems = tensors.read(directory, thing.tensors, saved.files)
     if problems:
-        raise CheckpointError(f"cannot read {folder}", problems)
+        raise CheckpointError(f"cannot read {folder.path}", problems)
     return put_together(thing.state, found)
 
 
@@ -86,7 +87,7 @@ def _missing(name: str, saved: Manifest) -> list[str]:
 
 
 def _prepare_here(
-    folder: Path, saved: Manifest, things: Mapping[str, Any]
+    directory: int, saved: Manifest, things: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, Groups]]:
     """What the driver can tell itself: problems by name, and what is set for the groups of optimizers."""
     problems: dict[str, list[str]] = {}
@@ -97,7 +98,7 @@ def _prepare_here(
             wrong = compare_optimizer(name, thing, saved.things[name])
             if not wrong:
                 settings = saved.things[name].state["param_groups"]
-                found, wrong = tensors.read(folder, _records(settings, saved.things[name]), saved.files)
+                found, wrong = tensors.read(directory, _records(settings, saved.things[name]), saved.files)
                 groups[name] = [] if wrong else put_together(settings, found)
         if wrong:
             problems[name] = wrong
@@ -107,7 +108,10 @@ def _prepare_here(
 def _part(target: Target, thing: Thing) -> Thing:
     """What one owner needs."""
     if target.share is None:
-        return thing
+        if thing.kind != "module" or len(target.prefixes) == 1:
+            return thing
+        mine = {k: v for k, v in thing.state.items() if prefix_of(k, target.prefixes) in target.references}
+        return msgspec.structs.replace(thing, state=mine, tensors=_records(mine, thing))
     numbers = target.share.numbers
     states = thing.state["state"]
     state = {

@@ -6,12 +6,11 @@ Whoever loads goes by it alone, so that the worker that saved a tensor need not 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from telegrad.checkpoint.files import Directory, create, finish, read_file
 from telegrad.checkpoint.plain import from_json, tensor_names, to_json
 from telegrad.checkpoint.tensors import TensorRecord
 from telegrad.errors import CheckpointError
@@ -48,7 +47,7 @@ class Manifest(msgspec.Struct, frozen=True):
     files: dict[str, int]  # and their sizes
 
 
-def write(folder: Path, manifest: Manifest) -> None:
+def write(directory: int, manifest: Manifest) -> None:
     """The last file of a checkpoint; safe from a crash of the host."""
     document = msgspec.to_builtins(
         msgspec.structs.replace(
@@ -60,19 +59,20 @@ def write(folder: Path, manifest: Manifest) -> None:
             },
         )
     )
-    with open(folder / MANIFEST, "w", encoding="ascii") as file:
-        file.write(json.dumps(document, allow_nan=False))
-        file.flush()
-        os.fsync(file.fileno())
+    with create(MANIFEST, directory) as file:
+        file.write(json.dumps(document, allow_nan=False).encode("ascii"))
+        finish(file)
 
 
-def read(folder: Path) -> Manifest:
+def read(folder: Directory) -> Manifest:
     try:
-        document = json.loads((folder / MANIFEST).read_bytes())
+        with folder.opened() as directory:
+            document = json.loads(read_file(MANIFEST, directory))
         form = document["format"]
         if isinstance(form, int) and form > FORMAT:
             raise CheckpointError(
-                f"cannot read {folder}", [f"it is of format {form}, and this telegrad reads up to {FORMAT}: update it"]
+                f"cannot read {folder.path}",
+                [f"it is of format {form}, and this telegrad reads up to {FORMAT}: update it"],
             )
         manifest = msgspec.convert(document, Manifest)
         things = {
@@ -82,10 +82,12 @@ def read(folder: Path) -> Manifest:
         manifest = msgspec.structs.replace(manifest, metadata=from_json(manifest.metadata), things=things)
         _check(manifest)
     except FileNotFoundError:
-        raise CheckpointError(f"cannot read {folder}", [f"{MANIFEST} is missing"]) from None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # msgspec's are ValueErrors
+        raise CheckpointError(f"cannot read {folder.path}", [f"{MANIFEST} is missing"]) from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder.path}", [f"{MANIFEST} cannot be read: {error}"]) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:  # msgspec's are ValueErrors
         raise CheckpointError(
-            f"cannot read {folder}", [f"{MANIFEST} is damaged: {type(error).__name__}: {error}"]
+            f"cannot read {folder.path}", [f"{MANIFEST} is damaged: {type(error).__name__}: {error}"]
         ) from error
     return manifest
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from safetensors import SafetensorError
+from torch import nn
 
-from telegrad.checkpoint.holders import Holder, Target, holder_of
+from telegrad.checkpoint.files import Directory
+from telegrad.checkpoint.holders import Holder, Target, holder_of, own_state, remote_parts
 from telegrad.checkpoint.manifest import Thing
 from telegrad.checkpoint.plain import Parts, put_together
 from telegrad.checkpoint.tensors import read, unfit, write
@@ -35,6 +36,12 @@ def _holders(targets: Sequence[Target]) -> tuple[list[tuple[Target, Holder]], li
     return found, problems
 
 
+def find_parts(references: Sequence[RRef[Any]]) -> list[dict[str, RRef[nn.Module]]]:
+    """Of each: the RemoteModules in it, by the prefix of their keys."""
+    values = [reference.local_value() for reference in references]
+    return [remote_parts(own_state(value)) if isinstance(value, nn.Module) else {} for value in values]
+
+
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
@@ -47,18 +54,27 @@ class Written:
     size: int  # 0: it has no tensors, and there is no file
 
 
-def write_parts(folder: str, targets: Sequence[Target]) -> tuple[list[Written], list[str]]:
+def write_parts(folder: Directory, targets: Sequence[Target]) -> tuple[list[Written], list[str]]:
     """Writes this worker's parts, one file for each."""
+    try:
+        directory = folder.open()
+    except OSError as error:
+        return [], [_unseen(folder, error)]
+    try:
+        return _write_all(directory, targets)
+    finally:
+        os.close(directory)
+
+
+def _write_all(directory: int, targets: Sequence[Target]) -> tuple[list[Written], list[str]]:
     worker = current_worker()
-    if not os.path.isdir(folder):
-        return [], [_unseen(folder)]
     holders, problems = _holders(targets)
     with worker.autograd.swapping:  # no step of an optimizer changes anything meanwhile
         taken, more = _take(holders)
         problems += more
         try:
             if not problems:
-                return [_write(Path(folder), *each) for each in taken], []
+                return [_write(directory, *each) for each in taken], []
         except (OSError, SafetensorError) as error:
             problems = [f"cannot write: {error}"]
     return [], [f"worker {worker.name!r}: {problem}" for problem in problems]
@@ -77,10 +93,10 @@ def _take(holders: Sequence[tuple[Target, Holder]]) -> tuple[list[tuple[str, Thi
     return taken, problems
 
 
-def _write(folder: Path, file: str, thing: Thing, parts: Parts) -> Written:
+def _write(directory: int, file: str, thing: Thing, parts: Parts) -> Written:
     if not parts.tensors:
         return Written(thing, file, 0)
-    records, size = write(folder, file, parts.tensors)
+    records, size = write(directory, file, parts.tensors)
     return Written(msgspec.structs.replace(thing, tensors=records), file, size)
 
 
@@ -99,28 +115,42 @@ class Ready:
 
 
 def prepare_parts(
-    folder: str, sizes: Mapping[str, int], parts: Sequence[tuple[Target, Thing]]
+    folder: Directory, sizes: Mapping[str, int], parts: Sequence[tuple[Target, Thing]]
 ) -> tuple[RRef[Ready], list[str]]:
     """Reads this worker's parts and compares them with what is here; touches nothing."""
     ready = Ready()
-    if not os.path.isdir(folder):
-        return RRef(ready), [_unseen(folder)]
+    try:
+        directory = folder.open()
+    except OSError as error:
+        return RRef(ready), [_unseen(folder, error)]
+    try:
+        problems = _prepare(ready, directory, sizes, parts)
+    finally:
+        os.close(directory)
+    return RRef(ready), [f"worker {current_worker().name!r}: {problem}" for problem in problems]
+
+
+def _prepare(
+    ready: Ready, directory: int, sizes: Mapping[str, int], parts: Sequence[tuple[Target, Thing]]
+) -> list[str]:
     things = {target.name: thing for target, thing in parts}
     holders, problems = _holders([target for target, _ in parts])
     for target, holder in holders:
         thing = things[target.name]
         wrong = holder.compare(target.name, thing)
-        found, damaged = read(Path(folder), thing.tensors, sizes)
+        found, damaged = read(directory, thing.tensors, sizes)
         problems += wrong + damaged
         if not problems:
             ready.loads.append((holder, put_together(thing.state, found), thing))
-    return RRef(ready), [f"worker {current_worker().name!r}: {problem}" for problem in problems]
+    return problems
 
 
 def load_parts(ready: RRef[Ready]) -> None:
     ready.local_value().load()
 
 
-def _unseen(folder: str) -> str:
+def _unseen(folder: Directory, error: OSError) -> str:
     me = current_worker().name
-    return f"worker {me!r} does not see {folder}: a checkpoint is on a file system that all workers share"
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        return f"worker {me!r} cannot open {folder.path}: {error.strerror}"
+    return f"worker {me!r} does not see {folder.path}: a checkpoint is on a file system that all workers share"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from telegrad.checkpoint import manifest
 from telegrad.checkpoint.folder import Folder
-from telegrad.checkpoint.holders import Target
+from telegrad.checkpoint.holders import Target, prefix_of
 from telegrad.checkpoint.manifest import FORMAT, Manifest, Parameter, Thing
 from telegrad.checkpoint.owners import Written, write_parts
 from telegrad.checkpoint.plain import Parts
@@ -34,7 +33,8 @@ def save(
     """Saves named things into a new checkpoint in the folder ``path``; returns its step, by default the next one.
 
     A thing is an RRef to a module, a RemoteModule, a ``DistributedOptimizer``, or anything with ``state_dict`` and
-    ``load_state_dict``, here or behind an RRef.  Each owner writes its own part, so all of them must see ``path``.
+    ``load_state_dict``, here or behind an RRef.  Each owner writes its own part, so all of them must see ``path``;
+    those of the RemoteModules in a module too.
     ``metadata`` is any plain data; ``load`` gives it back.  With ``keep``, only so many of the checkpoints saved here
     stay, the last ones.
 
@@ -45,7 +45,7 @@ def save(
     """
     _check_number("step", step, 0)
     _check_number("keep", keep, 1)
-    targets = targets_of(things)
+    targets = targets_of(things, timeout)
     notes = Parts("metadata")
     metadata = notes.take_apart(metadata)
     problems = notes.problems + [f"metadata.{name} is a tensor: save it with a thing" for name in notes.tensors]
@@ -54,15 +54,17 @@ def save(
     folder = Folder(path)
     with folder.saving() as temporary:
         number = folder.next_step() if step is None else step
-        answers = ask_all(write_parts, {owner: (str(temporary), mine) for owner, mine in targets.items()}, timeout)
+        answers = ask_all(write_parts, {owner: (temporary, mine) for owner, mine in targets.items()}, timeout)
         problems = [problem for _, wrong in answers.values() for problem in wrong]
         written = {owner: parts for owner, (parts, _) in answers.items()}
-        problems = problems or _check_sizes(temporary, written)
+        with temporary.opened() as directory:
+            problems = problems or _check_sizes(directory, written)
         if problems:
             raise CheckpointError(f"cannot save step {number} in {folder.path}", problems)
         files = {part.file: part.size for parts in written.values() for part in parts if part.size}
         saved = {name: _whole(name, thing, targets, written) for name, thing in things.items()}
-        manifest.write(temporary, Manifest(FORMAT, number, metadata, saved, files))
+        with temporary.opened() as directory:
+            manifest.write(directory, Manifest(FORMAT, number, metadata, saved, files))
         folder.commit(temporary, number, keep)
     return number
 
@@ -72,13 +74,13 @@ def _check_number(what: str, number: int | None, least: int) -> None:
         raise UsageError(f"{what} is a whole number from {least} on, not {number!r}")
 
 
-def _check_sizes(folder: Path, written: Mapping[str, list[Written]]) -> list[str]:
+def _check_sizes(directory: int, written: Mapping[str, list[Written]]) -> list[str]:
     """What the owners wrote is also what is seen here."""
     wrong = []
     for owner, parts in written.items():
         for part in parts:
             try:
-                size = (folder / part.file).stat().st_size if part.size else 0
+                size = os.stat(part.file, dir_fd=directory, follow_symlinks=False).st_size if part.size else 0
             except FileNotFoundError:
                 wrong.append(f"worker {owner!r} wrote {part.file}, but here it is missing")
                 continue
@@ -96,7 +98,7 @@ def _whole(name: str, thing: Any, targets: Mapping[str, list[Target]], written: 
         if target.name == name
     ]
     if not isinstance(thing, DistributedOptimizer):
-        return parts[0][1]
+        return parts[0][1] if len(parts[0][0].prefixes) == 1 else _whole_module(parts)
     state: dict[int, Any] = {}
     records: dict[str, TensorRecord] = {}
     parameters: dict[int, Parameter] = {}
@@ -114,6 +116,28 @@ def _whole(name: str, thing: Any, targets: Mapping[str, list[Target]], written: 
         parameters=list(_sorted(parameters).values()),
         settings=sorted(thing.defaults),
     )
+
+
+def _whole_module(parts: Sequence[tuple[Target, Thing]]) -> Thing:
+    states: dict[str, dict[str, Any]] = {}
+    records: dict[str, TensorRecord] = {}
+    versions: dict[str, int] = {}
+    for target, part in parts:
+        states |= {prefix: {} for prefix in target.references}
+        for key, value in part.state.items():
+            states[prefix_of(key, target.prefixes)][key] = value
+        records |= part.tensors
+        versions |= part.versions
+
+    def joined(prefix: str) -> Iterator[tuple[str, Any]]:
+        """The keys of remote parts come where one process would have them."""
+        for key, value in states[prefix].items():
+            if f"{key}." in states:
+                yield from joined(f"{key}.")
+            else:
+                yield key, value
+
+    return Thing("module", dict(joined("")), records, versions)
 
 
 def _sorted(numbered: dict[int, T]) -> dict[int, T]:

@@ -1,24 +1,33 @@
-"""Tensors in safetensors files: written by whoever has them, read by whoever needs them."""
+"""Tensors in safetensors files: written by whoever has them, read by whoever needs them.
+
+The library of that name reads them.  It does not write them here: it takes a path, not a descriptor, and makes a file
+that only its owner may read, whatever the umask.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any, BinaryIO
 
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-# What a file can hold, by the names that torch gives them.
-_DTYPES = frozenset(
-    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz complex64 "
-    "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool".split()
+from telegrad.checkpoint.files import create, finish, open_file
+
+# What a file can hold: torch's name and the format's.
+_DTYPES = dict(
+    pair.split(":")
+    for pair in "float64:F64 float32:F32 float16:F16 bfloat16:BF16 float8_e4m3fn:F8_E4M3 float8_e4m3fnuz:F8_E4M3FNUZ "
+    "float8_e5m2:F8_E5M2 float8_e5m2fnuz:F8_E5M2FNUZ complex64:C64 bool:BOOL int64:I64 int32:I32 int16:I16 int8:I8 "
+    "uint64:U64 uint32:U32 uint16:U16 uint8:U8".split()
 )
 _AS_REAL = "complex128"  # which it cannot: it goes as pairs of float64
 
@@ -73,25 +82,46 @@ def memory_of(tensor: Tensor) -> Memory | None:
 # --- writing ----------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorRecord], int]:
+def write(directory: int, file: str, tensors: Mapping[str, Tensor]) -> tuple[dict[str, TensorRecord], int]:
     """Writes a file of tensors, safe from a crash of the host; what is in it, and its size."""
     keys: dict[str, str] = {}
     first: dict[Memory, str] = {}
     for name, tensor in tensors.items():
         memory = memory_of(tensor)
         keys[name] = name if memory is None else first.setdefault(memory, name)
-    path = folder / file
-    save_file(_storable({name: tensors[name] for name, key in keys.items() if name == key}), path)
-    os.chmod(path, folder.stat().st_mode & 0o666)  # safetensors makes it the owner's alone, whatever the umask
-    sync(path)
-    # The sums are of what is in the file: where a tensor changed meanwhile, the file is still one that can be loaded.
-    with safe_open(path, framework="pt") as stored:
-        sums = {key: _crc32(stored.get_tensor(key)) for key in dict.fromkeys(keys.values())}
+    with create(file, directory) as new:
+        _write_file(new, _storable({name: tensors[name] for name, key in keys.items() if name == key}))
+        finish(new)
+        size = os.fstat(new.fileno()).st_size
+        # The sums are of what is in the file: if a tensor changed meanwhile, the file can still be loaded.
+        with _stored(new.fileno()) as stored:
+            sums = {key: _crc32(stored.get_tensor(key)) for key in dict.fromkeys(keys.values())}
     records = {
         name: TensorRecord(file, key, dtype_name(tensors[name]), tuple(tensors[name].shape), sums[key])
         for name, key in keys.items()
     }
-    return records, path.stat().st_size
+    return records, size
+
+
+def _write_file(file: BinaryIO, tensors: Mapping[str, Tensor]) -> None:
+    """In the safetensors format: the length of the header, the header (JSON), and the bytes of all tensors."""
+    # Widest first: so each begins at a multiple of its item's size, as the header's length is a multiple of 8.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header, end = {}, 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[dtype_name(tensor)], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(struct.pack("<Q", len(text)))
+    file.write(text)
+    for _, tensor in ordered:
+        file.write(_bytes(tensor.cpu()))
+
+
+def _stored(descriptor: int) -> Any:
+    """The tensors of an open file; the library opens files by path only, and this is the path of one that is open."""
+    return safe_open(f"/proc/self/fd/{descriptor}", framework="pt")
 
 
 def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -113,25 +143,20 @@ def _storage(tensor: Tensor) -> tuple[torch.device, int]:
     return tensor.device, tensor.untyped_storage().data_ptr()
 
 
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
 def _crc32(tensor: Tensor) -> int:
     # 2.6 GB/s here; sha256 has 1.7, and there is nobody to guard against who could not change the manifest as well.
-    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def sync(path: Path) -> None:
-    """Returns when a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return zlib.crc32(_bytes(tensor))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read(
-    folder: Path, records: Mapping[str, TensorRecord], sizes: Mapping[str, int]
+    directory: int, records: Mapping[str, TensorRecord], sizes: Mapping[str, int]
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The tensors, in memory of their own, and what is wrong with the files that have them."""
     tensors: dict[str, Tensor] = {}
@@ -139,11 +164,12 @@ def read(
     for file in dict.fromkeys(record.file for record in records.values()):
         mine = {name: record for name, record in records.items() if record.file == file}
         try:
-            size = (folder / file).stat().st_size
-            if size != sizes.get(file):
-                problems.append(f"{file} has {size:,} bytes, not {sizes.get(file, 0):,}: it is damaged")
-                continue
-            found, bad = _read_file(folder / file, mine)
+            with open(open_file(file, directory), "rb") as opened:
+                size = os.fstat(opened.fileno()).st_size
+                if size != sizes.get(file):
+                    problems.append(f"{file} has {size:,} bytes, not {sizes.get(file, 0):,}: it is damaged")
+                    continue
+                found, bad = _read_file(file, opened.fileno(), mine)
         except FileNotFoundError:
             problems.append(f"{file} is missing")
         except (OSError, SafetensorError) as error:
@@ -154,22 +180,22 @@ def read(
     return tensors, problems
 
 
-def _read_file(path: Path, records: Mapping[str, TensorRecord]) -> tuple[dict[str, Tensor], list[str]]:
+def _read_file(name: str, descriptor: int, records: Mapping[str, TensorRecord]) -> tuple[dict[str, Tensor], list[str]]:
     problems: list[str] = []
     made: dict[str, Tensor] = {}
-    with safe_open(path, framework="pt") as stored:
+    with _stored(descriptor) as stored:
         there = set(stored.keys())
         for key, record in {record.key: record for record in records.values()}.items():
             if key not in there:
-                problems.append(f"{path.name} has no tensor {key!r}: it is damaged")
+                problems.append(f"{name} has no tensor {key!r}: it is damaged")
                 continue
             # A copy of the mapped file: torch lets other threads run while it waits for the disk, where safetensors'
             # own reading holds the interpreter (0.6 s for 256 MB) and a heartbeat could come too late.
             tensor = stored.get_tensor(key).clone()
             if _crc32(tensor) != record.crc32:
-                problems.append(f"{path.name} has other bytes in tensor {key!r} than were saved: it is damaged")
+                problems.append(f"{name} has other bytes in tensor {key!r} than were saved: it is damaged")
             made[key] = torch.view_as_complex(tensor) if record.dtype == _AS_REAL else tensor
             found = describe(dtype_name(made[key]), made[key].shape)
             if found != str(record):
-                problems.append(f"{path.name} has a tensor {key!r} of {found}, not {record}: it is damaged")
+                problems.append(f"{name} has a tensor {key!r} of {found}, not {record}: it is damaged")
     return {name: made[record.key] for name, record in records.items() if record.key in made}, problems

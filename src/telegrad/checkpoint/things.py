@@ -4,41 +4,90 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from telegrad.checkpoint.holders import Share, Target
+from telegrad.checkpoint.owners import find_parts
 from telegrad.errors import UsageError
 from telegrad.optim.distributed import DistributedOptimizer
-from telegrad.optim.owners import by_owner
+from telegrad.optim.owners import ask_all, by_owner
 from telegrad.rref.rref import RRef
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # it becomes part of a file's name
 
 
-def targets_of(things: Mapping[str, Any]) -> dict[str, list[Target]]:
+def targets_of(things: Mapping[str, Any], timeout: float) -> dict[str, list[Target]]:
     """By owner, what it has of these."""
     if not isinstance(things, Mapping) or not things:
         raise UsageError(f'a checkpoint is of named things, {{"model": model, …}}, not of {things!r}')
+    roots: dict[str, RRef[Any]] = {}
     found: dict[str, list[Target]] = {}
     for name, thing in things.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UsageError(
                 f"a thing's name has letters, digits, '_', '-' and '.' only and at most 100 of them; {name!r} has not"
             )
-        for target in _targets(name, thing):
-            found.setdefault(target.reference.owner_name(), []).append(target)
+        if not isinstance(thing, DistributedOptimizer):
+            roots[name] = _reference(thing)
+    parts = _find_parts(roots, timeout)
+    for name, thing in things.items():
+        targets = _module_targets(name, parts[name]) if name in roots else _shares(name, thing)
+        for owner, target in targets.items():
+            found.setdefault(owner, []).append(target)
     return found
 
 
-def _targets(name: str, thing: Any) -> list[Target]:
-    if isinstance(thing, DistributedOptimizer):
-        return _shares(name, thing)
+def _reference(thing: Any) -> RRef[Any]:
     if callable(getattr(thing, "get_module_rref", None)):  # a RemoteModule; it is a local module as well, an empty one
         thing = thing.get_module_rref()
-    return [Target(name, thing if isinstance(thing, RRef) else RRef(thing))]
+    return thing if isinstance(thing, RRef) else RRef(thing)
 
 
-def _shares(name: str, optimizer: DistributedOptimizer) -> list[Target]:
+def _find_parts(roots: Mapping[str, RRef[Any]], timeout: float) -> dict[str, dict[str, RRef[Any]]]:
+    """Of each, itself and all RemoteModules in it and in these, by the prefix of their keys in its state."""
+    found = {name: {"": root} for name, root in roots.items()}
+    pending = [_Part(name, "", root, ()) for name, root in roots.items()]
+    while pending:
+        asked: dict[str, list[_Part]] = {}
+        for part in pending:
+            asked.setdefault(part.reference.owner_name(), []).append(part)
+        answers = ask_all(
+            find_parts, {owner: ([part.reference for part in parts],) for owner, parts in asked.items()}, timeout
+        )
+        pending = [
+            part.inner(prefix, reference)
+            for owner, parts in asked.items()
+            for part, inside in zip(parts, answers[owner], strict=True)
+            for prefix, reference in inside.items()
+        ]
+        for part in pending:
+            found[part.name][part.prefix] = part.reference
+    return found
+
+
+class _Part(NamedTuple):
+    """A module in which there may be RemoteModules."""
+
+    name: str
+    prefix: str
+    reference: RRef[Any]
+    outer: tuple[RRef[Any], ...]  # those that it is in
+
+    def inner(self, prefix: str, reference: RRef[Any]) -> _Part:
+        outer = (*self.outer, self.reference)
+        if any(reference._rref_id == each._rref_id for each in outer):
+            raise UsageError(f"{self.name} contains itself: as its part {self.prefix + prefix!r}")
+        return _Part(self.name, self.prefix + prefix, reference, outer)
+
+
+def _module_targets(name: str, parts: Mapping[str, RRef[Any]]) -> dict[str, Target]:
+    owners: dict[str, dict[str, RRef[Any]]] = {}
+    for prefix, reference in parts.items():
+        owners.setdefault(reference.owner_name(), {})[prefix] = reference
+    return {owner: Target(name, references, frozenset(parts)) for owner, references in owners.items()}
+
+
+def _shares(name: str, optimizer: DistributedOptimizer) -> dict[str, Target]:
     parameters = [rref for group in optimizer.param_groups for rref in group["params"]]
     counter = iter(range(len(parameters)))
     groups: list[dict[str, Any]] | None = [  # as state_dict gives them
@@ -49,9 +98,10 @@ def _shares(name: str, optimizer: DistributedOptimizer) -> list[Target]:
         for group in optimizer.param_groups
     ]
     numbers = by_owner(parameters)
-    found = []
+    found = {}
     for reference in optimizer.remote_optimizers:
-        mine = numbers[reference.owner_name()]
-        found.append(Target(name, reference, Share(mine, [parameters[number] for number in mine], groups)))
+        owner = reference.owner_name()
+        share = Share(numbers[owner], [parameters[number] for number in numbers[owner]], groups)
+        found[owner] = Target(name, {"": reference}, share=share)
         groups = None  # one of them is enough
     return found

@@ -14,6 +14,7 @@ from telegrad.agent.futures import Future
 from telegrad.current import current_worker
 from telegrad.errors import SerializationError, UsageError
 from telegrad.nn import owner
+from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.nn.placement import has_device_map, parse
 from telegrad.nn.refused import Refusals, refuse
 from telegrad.rpc.api import rpc_async, rpc_sync
@@ -132,6 +133,9 @@ class RemoteModule(Refusals, nn.Module):
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Copies of the values over there; ``keep_vars`` changes nothing, for copies have no history to keep."""
+        if isinstance(destination, OwnState):
+            destination[prefix + REMOTE] = self.module_rref
+            return destination
         values, versions = self._ask(owner.get_state)
         if destination is None:
             destination = OrderedDict()
@@ -166,6 +170,8 @@ class RemoteModule(Refusals, nn.Module):
         error_msgs: list[str],
     ) -> None:
         """What ``load_state_dict`` of a parent calls; it decides what to make of names that do not fit."""
+        if prefix + REMOTE in state_dict:  # from an OwnState
+            return
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         try:
             missing, unexpected = self._load(own, None, strict=False)
