@@ -183,7 +183,7 @@ def test_without_a_secret_a_record_of_another_host_is_refused(store: HashStore) 
     with pytest.raises(RendezvousError, match=r"'worker1' is on another host .* TELEGRAD_SECRET"):
         victim.wait_for_all(key)
     stranger.publish(record(1, addresses=(UNIX, Address("tcp", "10.0.0.66", 666, bytes(32)))), key)
-    with pytest.raises(RendezvousError, match=r"'worker1' listens on tcp:10.0.0.66:666, and this job has no secret"):
+    with pytest.raises(RendezvousError, match=r"'worker1' listens on tls:10.0.0.66:666, and this job has no secret"):
         victim.wait_for_all(key)
 
 
