@@ -31,12 +31,23 @@ from telegrad.compat.worker import CompatWorker
 from telegrad.compat.worker import WorkerInfo as WorkerInfo
 from telegrad.current import clear_process_worker, current_worker, is_initialized
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
+from telegrad.rref.rref import RRef as TelegradRRef
 from telegrad.worker import To
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "method_factory",
+    "new_method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +203,26 @@ def _set_rpc_timeout(seconds: float) -> None:
 
 def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
     return rref._get_type(timeout, blocking)
+
+
+# --- names that torch leaves behind ---------------------------------------------------------------------------------
+#
+# torch makes the methods of RRef in a loop of its module, and the loop's variables stay there as names of the module.
+# Editors offer them, so programs import them (``from torch.distributed.rpc.api import method_name``), mostly unused.
+
+
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(RRef, self), method_name)(*args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+method_name = "to_here"  # the last one in the loop
+method = TelegradRRef.to_here
+docstring = method.__doc__
+new_method = method_factory(method_name, docstring)
 
 
 # --- gatherings -----------------------------------------------------------------------------------------------------
