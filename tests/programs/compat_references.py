@@ -69,4 +69,4 @@ def work(rank, port):
 
 
 if __name__ == "__main__":
-    mp.spawn(work, (sys.argv[1],), nprocs=3)
+    mp.start_processes(work, (sys.argv[1],), nprocs=3, start_method="fork")
