@@ -108,6 +108,42 @@ def test_install_from_code_reaches_what_was_imported_before() -> None:
     assert "in place" in done.stdout, done.stderr
 
 
+WITHOUT_RPC = """
+import torch
+assert not any(hasattr(torch._C, name) for name in ("_rpc_init", "_distributed_rpc", "_distributed_autograd"))
+try:
+    import torch.distributed.rpc
+except ModuleNotFoundError:
+    raise SystemExit("no RPC")
+import torch.distributed.rpc._testing, torch.distributed.optim, torch.distributed.nn
+from torch.distributed import autograd, rpc
+from torch.distributed.nn.api.remote_module import RemoteModule
+from torch.distributed.optim.optimizer import DistributedOptimizer
+from torch.distributed.rpc import RRef, internal, rref_proxy
+assert RRef is torch.distributed.rpc.api.RRef
+assert torch.distributed.nn.RemoteModule is RemoteModule
+assert torch.distributed.optim.DistributedOptimizer is DistributedOptimizer
+assert hasattr(torch.distributed.optim, "ZeroRedundancyOptimizer")
+assert hasattr(torch.distributed.nn, "all_reduce")
+print("RPC of", rpc.__name__)
+"""
+
+
+def test_a_torch_without_rpc(tmp_path: Path) -> None:
+    """torch may drop its RPC: programs run on telegrad all the same."""
+    without = str(PROGRAMS / "torch_without_rpc")
+    (tmp_path / "probe.py").write_text(WITHOUT_RPC)
+    probe = [str(tmp_path / "probe.py")]
+    assert run(*probe, PYTHONPATH=without).stderr.endswith("no RPC\n")
+    done = run("-m", "telegrad", "compat", *probe, PYTHONPATH=without)
+    assert done.stdout == "RPC of telegrad.compat.rpc\n", done.stderr
+    program = [str(PROGRAMS / "compat.py"), "fork", str(free_port())]
+    done = run("-m", "telegrad", "compat", *program, PYTHONPATH=without)
+    assert "sum 3 by telegrad.compat.rpc.api" in done.stdout, done.stderr
+    assert "there telegrad.compat.rpc.api" in done.stdout
+    assert done.returncode == 0
+
+
 def test_install_is_refused_while_torchs_rpc_runs(tmp_path: Path) -> None:
     code = (
         "import torch.distributed.rpc as rpc, telegrad.compat\n"
