@@ -22,6 +22,7 @@ import torch
 import telegrad.rpc
 from puppets import PROGRAMS, clean_environment
 from support import AT_ONCE, Gate, eventually, pass_through
+from telegrad.agent import barrier
 from telegrad.cli import main
 from telegrad.compat import autograd, nn, optim, rpc, words
 from telegrad.compat.children import SITE, VARIABLE, adopt_children
@@ -429,6 +430,17 @@ def test_a_gathering_ends_when_all_have_come_and_the_next_has_another_number() -
     with pytest.raises(RuntimeError, match="a reported intent sequence id ab0 twice"):
         gatherings.add(key, "a", 1, {"a", "b"})
     assert gatherings.begin({"b", "a"})[0] == "ab1"
+
+
+def test_a_gathering_that_takes_long_says_for_whom_it_waits(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graceful shutdown begins with one."""
+    monkeypatch.setattr(barrier, "NOTICE_SECONDS", 0.05)
+    with pytest.raises(RpcTimeoutError, match="_all_gather waited 1 s"):
+        alone.api._all_gather(None, {"alone", "late"}, timeout=1)
+    assert any("worker 'alone': shutdown or _all_gather has waited" in said for said in caplog.messages)
+    assert any(said.endswith("s for late to call it too") for said in caplog.messages)
 
 
 # --- references, contexts, modules ----------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from telegrad.agent.barrier import repeated_notice
 from telegrad.agent.peers import PeerState
 from telegrad.compat import futures
 from telegrad.compat.profiling import profiled
@@ -32,7 +33,7 @@ from telegrad.compat.worker import WorkerInfo as WorkerInfo
 from telegrad.current import clear_process_worker, current_worker, is_initialized
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
 from telegrad.rref.rref import RRef as TelegradRRef
-from telegrad.worker import To
+from telegrad.worker import To, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -254,12 +255,32 @@ def _all_gather(
             _gather_to_leader(key, worker.name, obj, names)
         else:
             rpc_sync(leader, _gather_to_leader, (key, worker.name, obj, names), timeout=for_calls)
-        worker.wait_locally(lambda: _wait_for(state, names, for_all))
+        begun = time.monotonic()
+        with repeated_notice(lambda: _say_missing(worker, leader, key, names, time.monotonic() - begun)):
+            worker.wait_locally(lambda: _wait_for(state, names, for_all))
         if leader == worker.name:
             _tell_followers(key, state, names - {leader}, for_calls)
         return state.gathered_objects
     finally:
         _gatherings.end(key)
+
+
+def _say_missing(worker: Worker, leader: str, key: str, names: set[str], seconds: float) -> None:
+    """Runs beside a gathering that takes long; on a thread that is no worker's, so that it is given one."""
+    missing: list[str] = []
+    with contextlib.suppress(TelegradError):
+        missing = worker.rpc_sync(leader, _missing_at_leader, (key, names), timeout=1.0)
+    logger.warning(
+        "worker %r: shutdown or _all_gather has waited %.0f s for %s to call it too",
+        worker.name,
+        seconds,
+        ", ".join(missing) or "the others",
+    )
+
+
+def _missing_at_leader(sequence_id: str, worker_names: Collection[str]) -> list[str]:
+    """Runs on the leader."""
+    return _gatherings.missing(sequence_id, set(worker_names))
 
 
 def _wait_for(state: AllGatherStates, names: set[str], timeout: float | None) -> bool:
