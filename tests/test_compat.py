@@ -130,14 +130,18 @@ print("RPC of", rpc.__name__)
 """
 
 
-def test_a_torch_without_rpc(tmp_path: Path) -> None:
-    """torch may drop its RPC: programs run on telegrad all the same."""
+def test_names_on_a_torch_without_rpc(tmp_path: Path) -> None:
+    """torch may drop its RPC: what programs import from it is there all the same."""
     without = str(PROGRAMS / "torch_without_rpc")
     (tmp_path / "probe.py").write_text(WITHOUT_RPC)
     probe = [str(tmp_path / "probe.py")]
     assert run(*probe, PYTHONPATH=without).stderr.endswith("no RPC\n")
     done = run("-m", "telegrad", "compat", *probe, PYTHONPATH=without)
     assert done.stdout == "RPC of telegrad.compat.rpc\n", done.stderr
+
+
+def test_a_program_on_a_torch_without_rpc() -> None:
+    without = str(PROGRAMS / "torch_without_rpc")
     program = [str(PROGRAMS / "compat.py"), "fork", str(free_port())]
     done = run("-m", "telegrad", "compat", *program, PYTHONPATH=without)
     assert "sum 3 by telegrad.compat.rpc.api" in done.stdout, done.stderr
