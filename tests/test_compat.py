@@ -5,6 +5,7 @@ That its functions do as torch's, PyTorch's own suites show (``tests/conformance
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import subprocess
@@ -20,7 +21,8 @@ import torch
 
 import telegrad.rpc
 from puppets import PROGRAMS, clean_environment
-from support import AT_ONCE, eventually
+from support import AT_ONCE, Gate, eventually, pass_through
+from telegrad.agent import barrier
 from telegrad.cli import main
 from telegrad.compat import autograd, nn, optim, rpc, words
 from telegrad.compat.children import SITE, VARIABLE, adopt_children
@@ -106,6 +108,46 @@ def test_install_from_code_reaches_what_was_imported_before() -> None:
     )
     done = run("-c", code, PYTHONPATH=str(SOURCE))
     assert "in place" in done.stdout, done.stderr
+
+
+WITHOUT_RPC = """
+import torch
+assert not any(hasattr(torch._C, name) for name in ("_rpc_init", "_distributed_rpc", "_distributed_autograd"))
+try:
+    import torch.distributed.rpc
+except ModuleNotFoundError:
+    raise SystemExit("no RPC")
+import torch.distributed.rpc._testing, torch.distributed.optim, torch.distributed.nn
+from torch.distributed import autograd, rpc
+from torch.distributed.nn.api.remote_module import RemoteModule
+from torch.distributed.optim.optimizer import DistributedOptimizer
+from torch.distributed.rpc import RRef, internal, rref_proxy
+assert RRef is torch.distributed.rpc.api.RRef
+assert torch.distributed.nn.RemoteModule is RemoteModule
+assert torch.distributed.optim.DistributedOptimizer is DistributedOptimizer
+assert hasattr(torch.distributed.optim, "ZeroRedundancyOptimizer")
+assert hasattr(torch.distributed.nn, "all_reduce")
+print("RPC of", rpc.__name__)
+"""
+
+
+def test_names_on_a_torch_without_rpc(tmp_path: Path) -> None:
+    """torch may drop its RPC: what programs import from it is there all the same."""
+    without = str(PROGRAMS / "torch_without_rpc")
+    (tmp_path / "probe.py").write_text(WITHOUT_RPC)
+    probe = [str(tmp_path / "probe.py")]
+    assert run(*probe, PYTHONPATH=without).stderr.endswith("no RPC\n")
+    done = run("-m", "telegrad", "compat", *probe, PYTHONPATH=without)
+    assert done.stdout == "RPC of telegrad.compat.rpc\n", done.stderr
+
+
+def test_a_program_on_a_torch_without_rpc() -> None:
+    without = str(PROGRAMS / "torch_without_rpc")
+    program = [str(PROGRAMS / "compat.py"), "fork", str(free_port())]
+    done = run("-m", "telegrad", "compat", *program, PYTHONPATH=without)
+    assert "sum 3 by telegrad.compat.rpc.api" in done.stdout, done.stderr
+    assert "there telegrad.compat.rpc.api" in done.stdout
+    assert done.returncode == 0
 
 
 def test_install_is_refused_while_torchs_rpc_runs(tmp_path: Path) -> None:
@@ -232,8 +274,6 @@ def test_what_has_no_stand_in_says_so(alone: Any) -> None:
         alone.api._set_and_start_rpc_agent(object())
     with pytest.raises(AttributeError, match=r"stands in for torch.distributed.rpc, has no '_invoke_rpc_torchscript'"):
         _ = alone._invoke_rpc_torchscript
-    with pytest.raises(UsageError, match=r"send it inside a call"):
-        alone.RRef(1)._serialize()
 
 
 # --- a job of both kinds --------------------------------------------------------------------------------------------
@@ -397,6 +437,17 @@ def test_a_gathering_ends_when_all_have_come_and_the_next_has_another_number() -
     assert gatherings.begin({"b", "a"})[0] == "ab1"
 
 
+def test_a_gathering_that_takes_long_says_for_whom_it_waits(
+    alone: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graceful shutdown begins with one."""
+    monkeypatch.setattr(barrier, "NOTICE_SECONDS", 0.05)
+    with pytest.raises(RpcTimeoutError, match="_all_gather waited 1 s"):
+        alone.api._all_gather(None, {"alone", "late"}, timeout=1)
+    assert any("worker 'alone': shutdown or _all_gather has waited" in said for said in caplog.messages)
+    assert any(said.endswith("s for late to call it too") for said in caplog.messages)
+
+
 # --- references, contexts, modules ----------------------------------------------------------------------------------
 
 
@@ -408,6 +459,68 @@ def test_a_reference_shows_itself_as_torchs(alone: Any) -> None:
         rref.remote().no_such()
     with pytest.raises(RuntimeError, match="Can not pickle rref"):
         pickle.dumps(rref)
+
+
+def test_methods_as_functions_and_references_as_tuples() -> None:
+    done = run("-m", "telegrad", "compat", str(PROGRAMS / "compat_references.py"), str(free_port()))
+    assert "methods as functions" in done.stdout, done.stderr
+    assert "references as tuples" in done.stdout, done.stderr
+    assert done.stdout.count("left") == 3, done.stderr
+    assert done.returncode == 0
+
+
+def test_a_tuple_holds_its_reference_until_it_is_claimed(alone: Any) -> None:
+    fork = alone.RRef(5)._serialize()
+    assert (fork[0], *fork[5:]) == (0, 0, "PyObject")
+    rref = alone.PyRRef._deserialize(fork)
+    assert isinstance(rref, alone.RRef)
+    assert rref.to_here() == 5
+    with pytest.raises(UsageError, match=r"worker 'alone' holds no serialized RRef .*deserialized once"):
+        alone.PyRRef._deserialize(fork)
+
+
+def test_names_that_torchs_module_leaves_behind(alone: Any) -> None:
+    theirs = importlib.import_module("torch.distributed.rpc.api")
+    names = ["docstring", "method", "method_factory", "method_name", "new_method"]
+    assert all(hasattr(theirs, name) for name in names)
+    assert alone.api.method_name == theirs.method_name == "to_here"
+    assert alone.api.new_method(alone.RRef(5)) == 5
+    assert set(theirs.__all__) == set(alone.api.__all__)
+
+
+def test_the_agents_metrics_have_torchs_keys(alone: Any) -> None:
+    agent = alone._get_current_rpc_agent()
+    quiet = {
+        "agent.client_active_calls": "0",
+        "agent.num_idle_threads": "16",
+        "agent.server_active_async_calls": "0",
+        "agent.server_active_calls": "0",
+        "agent.thread_pool_size": "16",
+    }
+    assert eventually(lambda: agent.get_metrics() == quiet)
+    gate, future = Gate(), torch.futures.Future()
+    _awaited.append(future)
+    running = alone.rpc_async("alone", pass_through, (gate,))
+    waiting = alone.rpc_async("alone", _wait_for_it)
+    gate.wait_entered()
+    assert eventually(lambda: agent.get_metrics()["agent.server_active_async_calls"] == "1")
+    busy = agent.get_metrics()
+    assert (busy["agent.client_active_calls"], busy["agent.server_active_calls"]) == ("2", "2")
+    assert busy["agent.num_idle_threads"] == "15"
+    gate.open()
+    future.set_result(3)
+    running.wait()
+    assert waiting.wait() == 3
+    assert eventually(lambda: agent.get_metrics() == quiet)
+    assert quiet.keys() <= agent.get_debug_info().keys()
+
+
+_awaited: list[Any] = []
+
+
+@rpc.functions.async_execution
+def _wait_for_it() -> Any:
+    return _awaited.pop()
 
 
 def test_a_context_shows_its_graph_as_torchs(alone: Any) -> None:

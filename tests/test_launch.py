@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
+import pty
+import select
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -284,6 +288,53 @@ def test_workers_that_ignore_a_signal_are_killed_after_the_grace_period() -> Non
     assert "still running after 0.3 s, killed: worker0, worker1" in result.err
 
 
+def test_an_interrupt_shows_a_few_lines_and_no_tracebacks() -> None:
+    launcher = Launcher("-n", "3", str(PROGRAMS / "interrupted.py"), "normally")
+    launcher.wait_for("ready", 3)
+    launcher.process.send_signal(signal.SIGINT)
+    result = launcher.finish()
+    assert result.code == 128 + signal.SIGINT
+    first, *others, last = [line for line in result.err.splitlines() if "OMP_NUM_THREADS" not in line]
+    assert first.startswith("telegrad | SIGINT: passed on to the workers (SIGKILL in 10 s, at once if you interrupt")
+    assert sorted(others) == [f"worker{rank} | saving" for rank in range(3)]
+    assert last == "telegrad | interrupted: all workers have ended"
+
+
+def test_a_worker_that_ends_well_after_an_interrupt_shows_all_it_says() -> None:
+    launcher = Launcher("-n", "2", str(PROGRAMS / "interrupted.py"), "quietly")
+    launcher.wait_for("ready", 2)
+    launcher.process.send_signal(signal.SIGINT)
+    result = launcher.finish()
+    assert result.code == 0
+    assert result.err.count("| stopped\n") == 2
+    assert result.err.count(" | Traceback (most recent call last):") == 2
+    assert result.err.count("wait(depth - 1)") >= 2
+
+
+def test_a_worker_that_fails_in_its_own_way_after_an_interrupt_shows_its_last_line() -> None:
+    launcher = Launcher("-n", "2", str(PROGRAMS / "interrupted.py"), "loudly")
+    launcher.wait_for("ready", 2)
+    launcher.process.send_signal(signal.SIGINT)
+    result = launcher.finish()
+    assert result.code == 128 + signal.SIGINT
+    assert "worker0 | ValueError: could not save\n" in result.err
+    assert "worker1 | ValueError: could not save\n" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_second_interrupt_kills_at_once() -> None:
+    launcher = Launcher("-n", "2", "--grace", "600", str(PROGRAMS / "signals.py"), "stubborn")
+    launcher.wait_for("ready", 2)
+    launcher.process.send_signal(signal.SIGINT)
+    assert launcher.process.stderr is not None
+    while "passed on" not in launcher.process.stderr.readline():
+        assert launcher.process.poll() is None
+    launcher.process.send_signal(signal.SIGINT)
+    result = launcher.finish()
+    assert "SIGINT again: the workers are killed" in result.err
+    assert result.code == 128 + signal.SIGINT
+
+
 def test_killing_the_launcher_leaves_no_worker() -> None:
     launcher = Launcher("-n", "3", str(PROGRAMS / "family.py"), "wait")
     lines = launcher.wait_for("pids", 3)
@@ -303,6 +354,86 @@ def test_a_job_can_run_outside_the_main_thread() -> None:
     thread.start()
     thread.join(20)
     assert codes == [4]
+
+
+# -- in a terminal ---------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """``telegrad run`` with a person at a terminal."""
+
+    def __init__(self, *args: str) -> None:
+        self._person, self._screen = pty.openpty()
+
+        def take_the_terminal() -> None:
+            _obey_signals()
+            fcntl.ioctl(self._screen, termios.TIOCSCTTY, 0)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "telegrad", "run", *args],
+            stdin=self._screen,
+            stdout=self._screen,
+            stderr=self._screen,
+            env={**os.environ, "PYTHONPATH": str(SOURCE), "NO_COLOR": "1"},
+            start_new_session=True,
+            preexec_fn=take_the_terminal,
+        )
+        os.close(self._screen)
+        self.shown = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._person, keys.encode())
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        while self.shown.count(text) < times:
+            assert self._read(), f"no {text!r} in: {self.shown}"
+
+    def finish(self) -> int:
+        while self._read():
+            pass
+        os.close(self._person)
+        return self.process.wait(30)
+
+    def _read(self) -> bool:
+        ready, _, _ = select.select([self._person], [], [], 30)
+        assert ready, f"nothing more came after: {self.shown}"
+        try:
+            data = os.read(self._person, 1 << 16)
+        except OSError:  # all programs in it have ended
+            return False
+        self.shown += data.decode()
+        return bool(data)
+
+
+def test_ctrl_c_in_a_terminal() -> None:
+    terminal = Terminal("-n", "3", str(PROGRAMS / "interrupted.py"), "normally")
+    terminal.wait_for("ready", 3)
+    before = len(terminal.shown)
+    terminal.type("\x03")
+    assert terminal.finish() == 128 + signal.SIGINT
+    assert len(terminal.shown[before:].splitlines()) <= 6, terminal.shown
+
+
+def test_a_single_worker_can_be_debugged() -> None:
+    terminal = Terminal("-n", "1", str(PROGRAMS / "debugged.py"))
+    terminal.wait_for("(Pdb)")
+    terminal.type("p secret + 58\n")
+    terminal.wait_for("100")
+    terminal.type("secret = 7\n")
+    terminal.wait_for("(Pdb)", 3)
+    terminal.type("c\n")
+    assert terminal.finish() == 0
+    assert "after 7" in terminal.shown
+
+
+def test_a_breakpoint_of_one_worker_among_several_says_what_to_do() -> None:
+    result = launch("debugged.py", workers=2, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    assert result.code == 1
+    assert "breakpoint() cannot open a debugger here" in result.err
+    assert "telegrad run --workers 1" in result.err
+    assert "debugged.py" in result.err
+    skipped = launch("debugged.py", workers=2, env={**os.environ, "PYTHONBREAKPOINT": "0"})
+    assert (skipped.code, skipped.lines_of("worker1")) == (0, ["after 42"])
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------

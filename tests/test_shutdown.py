@@ -13,6 +13,7 @@ import torch
 
 from support import AT_ONCE, PATIENCE, Gate, eventually, in_thread, no_new_threads, our_threads, pass_through
 from telegrad import rpc
+from telegrad.agent import barrier
 from telegrad.agent.barrier import BarrierLeader
 from telegrad.errors import NotInitializedError, RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
@@ -126,6 +127,53 @@ def test_a_timeout_says_what_still_runs() -> None:
         with pytest.raises(WorkerLostError):
             future.wait()
         gate.open()
+
+
+@pytest.fixture
+def frequent_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(barrier, "NOTICE_SECONDS", 0.05)
+
+
+@pytest.mark.usefixtures("frequent_notices")
+def test_a_shutdown_says_again_and_again_which_workers_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster("a", "b", "c", timeout=PATIENCE) as workers:
+        ends = [in_thread(workers[name].shutdown) for name in ("a", "b")]
+        for name in ("a", "b"):
+            text = f"worker '{name}': shutdown has waited"
+            assert eventually(lambda text=text: sum(text in said for said in caplog.messages) >= 2)
+        assert any(said.endswith(" s for c to call shutdown and end their calls") for said in caplog.messages)
+        workers["c"].shutdown()
+        for end in ends:
+            end()
+    assert all(record.levelname == "WARNING" for record in caplog.records)
+
+
+@pytest.mark.usefixtures("frequent_notices")
+def test_a_shutdown_says_which_calls_it_waits_for(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate()
+    with cluster("a", "b", timeout=PATIENCE) as workers:
+        workers["a"].rpc_async("b", pass_through, (gate,))
+        gate.wait_entered()
+        ends = [in_thread(worker.shutdown) for worker in workers]
+        assert eventually(
+            lambda: any(
+                "its own calls (<Calls 1 waiting: support:pass_through of 1>)" in said for said in caplog.messages
+            )
+        )
+        assert eventually(lambda: any("functions that run here for others (1)" in said for said in caplog.messages))
+        gate.open()
+        for end in ends:
+            end()
+
+
+def test_a_shutdown_needs_no_thread_for_its_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with barrier.repeated_notice(lambda: None):
+        entered = True
+    assert entered
 
 
 def test_without_grace_nobody_is_waited_for_and_nothing_hangs() -> None:

@@ -30,7 +30,10 @@ Start a script as several workers of one job on this host.
 
 Every worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun, so
 the same script runs under both; and TELEGRAD_SECRET, which keeps strangers out of the job.  Each line of output begins
-with its worker's name.  If a worker fails, the others are ended and its exit code is returned.
+with its worker's name.  If a worker fails, the others are ended and its exit code is returned.  Ctrl-C interrupts all
+workers, a second one kills them.
+
+A single worker (--workers 1) has the terminal to itself: its output is not changed, and breakpoint() opens a debugger.
 """
 COMPAT_DESCRIPTION = """\
 Run a program that was written for torch.distributed.rpc, unedited, on telegrad, in all its processes.
@@ -78,7 +81,11 @@ def _parser() -> argparse.ArgumentParser:
         "--name-prefix", default="worker", metavar="NAME", help="workers are called NAME0, NAME1, … (default: worker)"
     )
     run.add_argument(
-        "--master-port", type=int, metavar="PORT", help="where the workers meet on 127.0.0.1 (default: a free port)"
+        "--master-port",
+        "--port",
+        type=int,
+        metavar="PORT",
+        help="where the workers meet on 127.0.0.1 (default: a free port)",
     )
     run.add_argument(
         "--grace",
@@ -110,7 +117,7 @@ def _add_compat(commands: Any) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from telegrad.launch import run_workers
+    from telegrad.launch import job_environment, run_workers, worker_environment
 
     if options.grace < 0:
         raise UsageError(f"--grace must not be negative: {options.grace:g}")
@@ -118,13 +125,14 @@ def _run(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.master_port} is not a port; choose one from 1 to 65535")
     _check(options)
     program = ["-m", options.script] if options.module else [options.script]
+    # -u: show lines when they are printed, not when a buffer is full
+    command = [sys.executable, "-u", *program, *options.args]
+    if options.workers == 1:
+        # Becomes the worker, which then has the terminal, its signals and its exit code for itself.
+        job = job_environment(os.environ, 1, options.master_port)
+        os.execve(command[0], command, worker_environment(job, 0))
     return run_workers(
-        [
-            sys.executable,
-            "-u",
-            *program,
-            *options.args,
-        ],  # -u: show lines when they are printed, not when a buffer is full
+        command,
         options.workers,
         name_prefix=options.name_prefix,
         master_port=options.master_port,

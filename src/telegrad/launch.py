@@ -9,7 +9,8 @@ One thread, one selector, and nothing but file descriptors in it:
                                └── a signal came: the handler passed it on and woke the loop
 
 Because one thread writes, lines stay whole.  Every worker leads a process group of its own: a Ctrl-C in the terminal
-reaches only the launcher, which passes it on once, and whatever a worker started ends with it.
+reaches only the launcher, which passes it on once, and whatever a worker started ends with it.  A second Ctrl-C kills
+the workers.  After the first, the tracebacks of the workers' KeyboardInterrupts are not shown.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ __all__ = ["free_port", "job_environment", "run_workers", "worker_environment"]
 
 LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TRACEBACK_BEGINS = (b"Traceback (most recent call last)", b"Exception ignored in")
+HELD_LINES = 1000  # of a worker's stderr after an interrupt
 DRAIN_SECONDS = 2.0  # how long output may still come after the last worker ended
 
 
@@ -83,6 +86,7 @@ def job_environment(base: Mapping[str, str], workers: int, master_port: int | No
     job["TELEGRAD_SECRET"] = base.get("TELEGRAD_SECRET") or secrets.token_hex(32)
     if workers > 1:
         job.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+        job.setdefault("PYTHONBREAKPOINT", "telegrad.process.refuse_breakpoint")
     return job
 
 
@@ -141,6 +145,7 @@ class _Pipe:
     ) -> None:
         self._worker, self._fd, self._sink, self._memory = worker, fd, sink, memory
         self._splitter = LineSplitter()
+        self._held: collections.deque[bytes] | None = None  # the first traceback after an interrupt, and what follows
 
     def read(self) -> bool:
         """Take what is there; False at the end."""
@@ -152,7 +157,24 @@ class _Pipe:
         """Pass on a last line without an end."""
         self._emit(self._splitter.close())
 
+    def hold_tracebacks(self) -> None:
+        """From now on show lines only until a traceback begins; ``release`` decides about the rest."""
+        if self._held is None:
+            self._held = collections.deque(maxlen=HELD_LINES)
+
+    def release(self) -> None:
+        """Show what was held: all of it if the worker succeeded, the last line if it failed in its own way."""
+        held, self._held = self._held, None
+        if held and self._worker.killed_by == 0:
+            self._emit(list(held) if self._worker.exit_code == 0 else [held[-1]])
+
     def _emit(self, lines: list[bytes]) -> None:
+        if self._held is not None:
+            first = 0
+            while not self._held and first < len(lines) and not lines[first].startswith(TRACEBACK_BEGINS):
+                first += 1
+            self._held.extend(lines[first:])
+            lines = lines[:first]
         if self._memory is not None:
             self._memory.extend(lines)
         self._worker.lines_shown += len(lines)
@@ -166,9 +188,10 @@ class _Launcher:
         self._out, self._err, self._grace = out, err, grace
         self._workers: list[WorkerProcess] = []
         self._open_pipes: list[_Pipe] = []
+        self._error_pipes: list[_Pipe] = []
         self._failed: WorkerProcess | None = None
         self._lines_before = 0  # what the others had printed when it failed
-        self._received: list[int] = []  # signals, in the order in which they came
+        self._received: list[int] = []  # signals, in the order in which they came; SIGKILL for a second SIGINT
         self._announced = 0
         self._deadline: float | None = None  # when those still running are killed, or their open pipes given up
         self._killed = False
@@ -199,9 +222,16 @@ class _Launcher:
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         # Pass it on right here: the loop may be blocked by a reader of our output that has stopped reading.
-        self._received.append(signum)
+        again = signum == signal.SIGINT and signum in self._received
+        self._received.append(signal.SIGKILL if again else signum)
+        self._hold_tracebacks()
         self._forward()
         os.eventfd_write(self._wake, 1)
+
+    def _hold_tracebacks(self) -> None:
+        if signal.SIGINT in self._received:
+            for pipe in self._error_pipes:
+                pipe.hold_tracebacks()
 
     def _forward(self) -> None:
         for worker in self._workers:
@@ -219,6 +249,8 @@ class _Launcher:
         assert worker.process.stderr is not None
         self._watch(_Pipe(worker, worker.process.stdout.fileno(), self._out), worker.process.stdout.fileno())
         errors = _Pipe(worker, worker.process.stderr.fileno(), self._err, worker.last_errors)
+        self._error_pipes.append(errors)
+        self._hold_tracebacks()
         self._watch(errors, worker.process.stderr.fileno())
         self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._on_exit(worker))
 
@@ -264,7 +296,10 @@ class _Launcher:
         if self._announced < len(self._received):
             self._announced = len(self._received)
             name = signal.Signals(self._received[-1]).name
-            self._err.say(f"{name}: passed on to the workers{self._threat(running)}")
+            if name == "SIGKILL":
+                self._err.say("SIGINT again: the workers are killed")
+            else:
+                self._err.say(f"{name}: passed on to the workers{self._threat(running, name)}")
             if self._deadline is None:
                 self._deadline = time.monotonic() + self._grace
         if not running:
@@ -278,8 +313,9 @@ class _Launcher:
                 worker.send(signal.SIGTERM)
             self._deadline = time.monotonic() + self._grace
 
-    def _threat(self, running: list[WorkerProcess]) -> str:
-        return f" (SIGKILL in {self._grace:g} s)" if running else ""
+    def _threat(self, running: list[WorkerProcess], name: str = "") -> str:
+        at_once = ", at once if you interrupt again" if name == "SIGINT" else ""
+        return f" (SIGKILL in {self._grace:g} s{at_once})" if running else ""
 
     def _give_up(self) -> bool:
         """The deadline has passed: kill what still runs and wait for its last output; the second time, leave."""
@@ -296,6 +332,10 @@ class _Launcher:
     def _conclude(self) -> int:
         for pipe in self._open_pipes:
             pipe.flush()
+        if signal.SIGINT in self._received:
+            for pipe in self._error_pipes:
+                pipe.release()
+            self._err.say("interrupted: all workers have ended")
         failed = self._failed
         if failed is not None:
             assert failed.exit_code is not None

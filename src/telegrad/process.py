@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 from telegrad.errors import UsageError
 
-__all__ = ["WorkerProcess", "end_with"]
+__all__ = ["WorkerProcess", "end_with", "refuse_breakpoint"]
 
 COLOURS = ("36", "33", "35", "32", "34", "96", "93", "95", "92", "94")  # no red: that reads as an error
 REMEMBERED_LINES = 12  # of a worker's stderr, to be shown again if it was the one that failed
@@ -86,6 +87,16 @@ class WorkerProcess:
         if self.killed_by:
             return "; run again with PYTHONFAULTHANDLER=1 to see the Python stack of a crash"
         return f"; what it printed is in the lines that begin with {self.name}"
+
+
+def refuse_breakpoint(*args: object, **kwargs: object) -> NoReturn:
+    """What ``breakpoint()`` calls in a job of several workers, by way of ``PYTHONBREAKPOINT``."""
+    raise UsageError(
+        "breakpoint() cannot open a debugger here: the workers of a job share one terminal, so none of them reads from "
+        "it. Use `telegrad run --workers 1`; or start this worker by hand in a terminal of its own, with RANK, "
+        "WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TELEGRAD_SECRET set; or set PYTHONBREAKPOINT to a debugger that "
+        "listens on a port, such as web_pdb.set_trace. PYTHONBREAKPOINT=0 skips breakpoints"
+    )
 
 
 def end_with(parent: int) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from telegrad.agent.agent import Agent, AgentOptions
-from telegrad.agent.barrier import BarrierLeader, go_round, leader_of
+from telegrad.agent.barrier import BarrierLeader, go_round, leader_of, repeated_notice
 from telegrad.agent.calls import Waiting
 from telegrad.agent.execution import run_call
 from telegrad.agent.futures import Future
@@ -29,6 +30,8 @@ from telegrad.rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
 from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import Call, Fetch, RemoteCall
 from telegrad.wire.values import Route
+
+log = logging.getLogger("telegrad.rpc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Worker:
         self.on_fork: list[Callable[[], None]] = []  # what to do in a forked child
         self.keep: tuple[Any, ...] = ()  # what must live as long as the worker
         self.closed = False
+        self._at_barrier = False  # of a graceful shutdown
         self.add_peer(me)
 
     @property
@@ -292,9 +296,11 @@ class Worker:
         if graceful and self.agent.pool.runs_here():
             raise UsageError("a function that runs for another worker cannot call shutdown: it would wait for itself")
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
+        begun = time.monotonic()
         try:
             if graceful:
-                self._wait_for_all(deadline, timeout)
+                with repeated_notice(lambda: self._say_what_shutdown_awaits(time.monotonic() - begun)):
+                    self._wait_for_all(deadline, timeout)
         finally:
             self.closed = True
             self.agent.say_goodbye()
@@ -306,12 +312,14 @@ class Worker:
         seen = -1
         number = 0
         while True:
+            self._at_barrier = False
             while len(self.agent.calls) or self.agent.pool.busy:
                 if time.monotonic() > deadline:
                     raise RpcTimeoutError(f"shutdown waited {timeout:g} s for {self.agent!r}")
                 time.sleep(0.002)
             active = self.agent.started_calls != seen and seen >= 0
             left = max(deadline - time.monotonic(), 0.001) if timeout > 0 else 0.0
+            self._at_barrier = True
             try:
                 again = go_round(self.agent, self._leader, number, active, left)
             except RpcTimeoutError as error:
@@ -323,6 +331,15 @@ class Worker:
                 return
             number += 1
             seen = self.agent.started_calls
+
+    def _say_what_shutdown_awaits(self, seconds: float) -> None:
+        """Runs beside a graceful shutdown that takes long."""
+        if self._at_barrier:
+            awaited = f"{', '.join(self._missing()) or 'the others'} to call shutdown and end their calls"
+        else:
+            running = self.agent.pool.busy
+            awaited = f"its own calls ({self.agent.calls!r}) and functions that run here for others ({running})"
+        log.warning("worker %r: shutdown has waited %.0f s for %s", self.name, seconds, awaited)
 
     def _missing(self) -> list[str]:
         """Who has not come to the barrier, as its leader sees it."""

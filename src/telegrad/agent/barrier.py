@@ -8,9 +8,10 @@ dies, the workers turn to the next one; workers that are lost, or have left, are
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from telegrad.agent.agent import Agent
@@ -19,6 +20,8 @@ from telegrad.agent.peers import Peer, PeerState
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Barrier
+
+NOTICE_SECONDS = 10.0  # so often a shutdown says what it waits for
 
 
 @dataclass(slots=True)
@@ -119,3 +122,24 @@ def go_round(agent: Agent, leader: BarrierLeader, number: int, active: bool, tim
             return bool(agent.wait(waiting))
         except WorkerLostError:
             continue  # the leader is gone: the next one leads
+
+
+@contextlib.contextmanager
+def repeated_notice(say: Callable[[], None]) -> Iterator[None]:
+    """Inside, another thread calls ``say`` every ``NOTICE_SECONDS``."""
+    over = threading.Event()
+    seconds = NOTICE_SECONDS
+
+    def repeat() -> None:
+        while not over.wait(seconds):
+            say()
+
+    thread = threading.Thread(target=repeat, name="telegrad-shutdown-notice", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started: a shutdown without notices
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if thread.ident is not None:
+            thread.join()

@@ -4,6 +4,9 @@
 2. ``DistributedOptimizer`` and ``RemoteModule`` are replaced one by one, for their packages hold other things too.
 3. Whoever has imported any of these before, torch's DDP and TorchScript among them, gets ours instead.
 4. Children will do the same (``children``).
+
+None of these modules and names has to exist: on a torch that was built without RPC, or from which RPC was removed, ours
+are added where torch's would be.
 """
 
 from __future__ import annotations
@@ -51,22 +54,62 @@ def install() -> None:
     The sooner the better: what other modules took from torch's RPC before is replaced too, but not what they made of
     it, such as classes that are derived from ``RRef``.
     """
-    torch_rpc = sys.modules.get(_RPC) or importlib.import_module(_RPC)
-    if torch_rpc.__name__ != _RPC:
+    _import_if_there(_RPC)
+    torch_rpc = sys.modules.get(_RPC)
+    if torch_rpc is None:
+        _put_modules()
+    elif torch_rpc.__name__ != _RPC:
         return  # it is ours already
-    if torch_rpc._is_current_rpc_agent_set():
+    elif hasattr(torch_rpc, "_is_current_rpc_agent_set") and torch_rpc._is_current_rpc_agent_set():
         raise UsageError("torch's own RPC is running in this process: call telegrad.compat.install() before init_rpc")
-    old_modules = {name: importlib.import_module(name) for name in [*_MODULES, *_NAMES]}
+    for name in _NAMES:
+        _import_if_there(name)
+    old_modules = {name: sys.modules[name] for name in _MODULES if name in sys.modules and torch_rpc is not None}
     replaced: dict[int, Any] = {}
-    for name, ours in _MODULES.items():
-        _note(replaced, old_modules[name], importlib.import_module(ours))
+    for name, old in old_modules.items():
+        _note(replaced, old, importlib.import_module(_MODULES[name]))
     for name, (ours, names) in _NAMES.items():
+        module = _module_at(name)
         for each in names:
-            replaced[id(getattr(old_modules[name], each))] = getattr(importlib.import_module(ours), each)
-    _replace_everywhere(replaced, {id(old_modules[name]) for name in _MODULES})
-    for name, ours in _MODULES.items():
-        sys.modules[name] = sys.modules[ours]
+            new = getattr(importlib.import_module(ours), each)
+            if hasattr(module, each):
+                replaced[id(getattr(module, each))] = new
+            else:
+                setattr(module, each, new)
+    _replace_everywhere(replaced, {id(old) for old in old_modules.values()})
+    _put_modules()
     adopt_children(os.environ)
+
+
+def _put_modules() -> None:
+    for name, ours in _MODULES.items():
+        _put(name, importlib.import_module(ours))
+
+
+def _import_if_there(name: str) -> None:
+    """Imports a module of torch's that this torch may lack."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not f"{name}.".startswith(f"{error.name}."):  # it exists, and misses something else
+            raise
+
+
+def _module_at(name: str) -> ModuleType:
+    """The module of this name; an empty one, and its packages, where torch has none."""
+    found = sys.modules.get(name)
+    if found is None:
+        found = ModuleType(name, "Made by telegrad.compat: this torch has no such module.")
+        found.__path__ = []  # a package, for one of them may be asked for its parts
+        _put(name, found)
+    return found
+
+
+def _put(name: str, module: ModuleType) -> None:
+    """Makes a module importable under this name."""
+    package, _, attribute = name.rpartition(".")
+    sys.modules[name] = module
+    setattr(_module_at(package), attribute, module)
 
 
 def _note(replaced: dict[int, Any], old: ModuleType, new: ModuleType) -> None:

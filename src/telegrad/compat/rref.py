@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from telegrad.compat.futures import Future
 from telegrad.compat.profiling import profiled
 from telegrad.compat.words import in_torchs_words, speaks_as_torch, spoken
+from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
-from telegrad.rref.rref import UNSET_TIMEOUT, Proxy
+from telegrad.rref.rref import UNSET_TIMEOUT
 from telegrad.rref.rref import RRef as TelegradRRef
 from telegrad.wire.callables import export
 from telegrad.wire.messages import RRefFork
@@ -120,13 +122,13 @@ class RRef(TelegradRRef[T]):
     # As in torch, one that the value's type does not have is an AttributeError at once.
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        return _Proxy(self, self._references.worker.rpc_sync, timeout)
+        return _Proxy(self, "rpc_sync", timeout, super().rpc_sync(timeout))
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        return _Proxy(self, self._references.worker.rpc_async, timeout)
+        return _Proxy(self, "rpc_async", timeout, super().rpc_async(timeout))
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        return _Proxy(self, self._references.worker.remote, timeout)
+        return _Proxy(self, "remote", timeout, super().remote(timeout))
 
     # --- on its way ---------------------------------------------------------------------------------------------
 
@@ -137,12 +139,28 @@ class RRef(TelegradRRef[T]):
         except RpcTimeoutError as error:
             raise UsageError(str(error)) from None  # the call that would take it along fails, and does not time out
 
-    def _serialize(self) -> NoReturn:
-        """torch gives bytes with which anybody can make another handle; telegrad counts who holds one."""
+    def _serialize(self) -> tuple[int, int, int, int, int, int, str]:
+        """A tuple of numbers from which ``_deserialize`` makes another handle, once, on any worker of the job.
+
+        The fields are torch's: owner, id of the reference (two numbers), id of the fork (two numbers), the worker that
+        made the fork, and a type.  That worker holds the reference until the tuple is claimed, or the job ends.
+        """
         self._check_alive()
         if not self.is_owner():
             self._check_broken()
-        raise UsageError(f"{self} cannot be made bytes: send it inside a call, where both sides count it")
+        worker = self._references.worker
+        ticket = secrets.randbits(63)
+        worker.serialized[ticket] = self  # type: ignore[attr-defined]
+        return (self._owner, *self._rref_id, worker.id, ticket, worker.id, "PyObject")
+
+    @staticmethod
+    @speaks_as_torch
+    def _deserialize(fork: tuple[int, int, int, int, int, int, str]) -> RRef[Any]:
+        """The handle of a tuple from ``_serialize``.  Asks the worker that made it, so that both sides count it."""
+        *_, ticket, parent, _ = fork
+        worker = current_worker()
+        found = _claim(ticket) if parent == worker.id else worker.rpc_sync(parent, _claim, (ticket,))
+        return cast("RRef[Any]", found)
 
     def _check_alive(self) -> None:
         if self._references.worker.closed:
@@ -182,14 +200,44 @@ def _rref_typeof_on_owner(rref: TelegradRRef[Any]) -> type:
     return type(rref.local_value())
 
 
-class _Proxy(Proxy):
-    _rref: RRef[Any]
+@export
+def _claim(ticket: int) -> TelegradRRef[Any]:
+    """Runs on the worker that serialized a reference."""
+    worker = current_worker()
+    found: TelegradRRef[Any] | None = worker.serialized.pop(ticket, None)  # type: ignore[attr-defined]
+    if found is None:
+        raise UsageError(
+            f"worker {worker.name!r} holds no serialized RRef {ticket}: one can be deserialized once, within its job"
+        )
+    return found
+
+
+class _Proxy:
+    """What ``rref.rpc_sync()`` gives: telegrad's proxy, whose methods can be sent and check the value's type first."""
+
+    def __init__(self, rref: RRef[Any], mode: str, timeout: float, proxy: Any) -> None:
+        self._rref, self._mode, self._timeout, self._proxy = rref, mode, timeout, proxy
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        call = super().__getattr__(name)
+        return _ProxyMethod(self._rref, self._mode, self._timeout, name, getattr(self._proxy, name))
 
-        def method(*args: Any, **kwargs: Any) -> Any:
-            getattr(self._rref._get_type(self._timeout), name)  # raises what the value itself would
-            return call(*args, **kwargs)
 
-        return method
+class _ProxyMethod:
+    """A method of a remote value.  A worker to which it is sent as a function calls the owner in turn."""
+
+    def __init__(self, rref: RRef[Any], mode: str, timeout: float, name: str, call: Callable[..., Any]) -> None:
+        self._rref, self._mode, self._timeout, self._name, self._call = rref, mode, timeout, name, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        getattr(self._rref._get_type(self._timeout), self._name)  # raises what the value itself would
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _proxy_method, (self._rref, self._mode, self._timeout, self._name)
+
+    def __repr__(self) -> str:
+        return f"<method {self._name!r} of {self._rref}>"
+
+
+def _proxy_method(rref: RRef[Any], mode: str, timeout: float, name: str) -> Any:
+    return getattr(getattr(rref, mode)(timeout), name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -22,7 +24,7 @@ from telegrad.errors import TelegradError, UsageError
 from telegrad.ids import GlobalId
 from telegrad.rpc.options import check_name
 from telegrad.wire.frames import Frame
-from telegrad.wire.messages import Call
+from telegrad.wire.messages import Call, RemoteCall
 from telegrad.worker import To, Worker
 from telegrad.worker import WorkerInfo as TelegradWorkerInfo
 
@@ -60,12 +62,20 @@ class CompatWorker(Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        #: Calls of other workers that were not answered yet, and those of them whose function has not returned.
+        self.unanswered: set[object] = set()
+        self.executing: set[object] = set()
         self.agent.handlers[Call] = self._run_call
+        self._run_remote = self.agent.handlers[RemoteCall]
+        self.agent.handlers[RemoteCall] = self._run_remote_call
         node_hooks.watch(self.autograd.leaves)
         #: The nodes of what was received, by message; torch keeps them in the context.
         self.recvs: WeakKeyDictionary[Context, dict[int, list[Any]]] = WeakKeyDictionary()
         self._incoming = self.autograd.attach.incoming
         self.agent.bodies.incoming = self._note_recvs
+        #: References that ``RRef._serialize`` made tuples of, until ``RRef._deserialize`` claims them.
+        self.serialized: dict[int, RRef[Any]] = {}
+        self.on_close(self.serialized.clear)
         self._create_remote = self.references.create_remote
         self.references.create_remote = self._numbered_as_in_torch  # type: ignore[method-assign]
 
@@ -112,11 +122,34 @@ class CompatWorker(Worker):
         message = frame.message
         assert isinstance(message, Call)
         agent, call_id, function = self.agent, message.call_id, message.function
+        call = object()
+
+        def succeed(value: Any) -> None:
+            self.unanswered.discard(call)
+            agent.answer(link, call_id, value)
 
         def fail(error: BaseException) -> None:
+            self.unanswered.discard(call)
             agent.answer_failure(link, call_id, self._told(error, function))
 
-        execute(agent, link, frame, lambda value: agent.answer(link, call_id, value), fail)
+        with self._counted(call):
+            execute(agent, link, frame, succeed, fail)
+
+    def _run_remote_call(self, link: Link, frame: Frame) -> None:
+        call = object()
+        with self._counted(call):
+            self._run_remote(link, frame)
+        self.unanswered.discard(call)
+
+    @contextlib.contextmanager
+    def _counted(self, call: object) -> Iterator[None]:
+        """While the function of a call runs; ``unanswered`` keeps the call until its answer is sent."""
+        self.unanswered.add(call)
+        self.executing.add(call)
+        try:
+            yield
+        finally:
+            self.executing.discard(call)
 
     def _told(self, error: BaseException, function: str) -> BaseException:
         """torch's worker prints the error of a function that it runs for another, and speaks of overloads."""
@@ -134,6 +167,7 @@ class CompatWorker(Worker):
         """Gives up all references to values of others, and waits until their owners know."""
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         self._wait_for_owners(deadline, "pending_forks")
+        self.serialized.clear()
         self.references.give_up_handles()
         self._wait_for_owners(deadline, "user_forks")
 

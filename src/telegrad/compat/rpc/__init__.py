@@ -20,6 +20,8 @@ _delete_all_user_and_unforked_owner_rrefs  CompatWorker.drop_all_handles
 _ignore_rref_leak                          CompatWorker.leaks_are_errors
 _rref_context_get_debug_info               References.counts
 RRef._get_type, _get_future, _serialize    compat.rref.RRef
+PyRRef._deserialize                        compat.rref.RRef, which asks the worker that serialized it
+TensorPipeAgent.get_metrics                the worker's own counts
 PyRRef                                     compat.rref.RRef
 _use_rpc_pickler, _internal_rpc_pickler    wire.pickles, beside the calls
 enable_gil_profiling                       a line of the debug info
@@ -52,6 +54,8 @@ from telegrad.compat.rpc.api import _set_rpc_timeout as _set_rpc_timeout
 from telegrad.compat.rpc.api import _wait_all as _wait_all
 from telegrad.compat.rpc.api import get_rpc_timeout as get_rpc_timeout
 from telegrad.compat.rpc.api import get_worker_info as get_worker_info
+from telegrad.compat.rpc.api import method_factory as method_factory
+from telegrad.compat.rpc.api import new_method as new_method
 from telegrad.compat.rpc.api import remote as remote
 from telegrad.compat.rpc.api import rpc_async as rpc_async
 from telegrad.compat.rpc.api import rpc_sync as rpc_sync

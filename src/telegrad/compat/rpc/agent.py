@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from telegrad.compat.worker import WorkerInfo
+from telegrad.compat.worker import CompatWorker, WorkerInfo
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.worker import Worker
 
 _measures_gil = [False]
 
@@ -18,7 +17,7 @@ class RpcAgent:
 class TensorPipeAgent(RpcAgent):
     """Stands for this process's worker."""
 
-    def __init__(self, worker: Worker, options: RpcBackendOptions, world_size: int | None) -> None:
+    def __init__(self, worker: CompatWorker, options: RpcBackendOptions, world_size: int | None) -> None:
         self._worker = worker
         self._options = options
         self.is_static_group = bool(world_size)
@@ -39,17 +38,30 @@ class TensorPipeAgent(RpcAgent):
     def _get_device_map(self, worker: WorkerInfo) -> Any:
         return self._options.device_maps.get(worker.name, {})
 
-    def get_debug_info(self) -> dict[str, str]:
-        agent = self._worker.agent
-        info = {
-            "agent.thread_pool_size": self._options.num_worker_threads,
-            "agent.num_busy_threads": agent.pool.busy,
+    def get_metrics(self) -> dict[str, str]:
+        """Counts under torch's names.
+
+        A thread that waits for another worker does not count against ``num_worker_threads``, so it counts as idle.
+        """
+        worker, agent, threads = self._worker, self._worker.agent, self._options.num_worker_threads
+        metrics = {
+            "agent.thread_pool_size": threads,
+            "agent.num_idle_threads": max(threads - agent.pool.running(), 0),
             "agent.client_active_calls": len(agent.calls),
-            "agent.started_calls": agent.started_calls,
+            "agent.server_active_calls": len(worker.unanswered),
+            "agent.server_active_async_calls": len(worker.unanswered - worker.executing),
         }
         if _measures_gil[0]:
-            info["agent.gil_average_wait_time_us"] = 0  # in telegrad, all of a call's time is spent in Python
-        return {key: str(int(value)) for key, value in info.items()}
+            metrics["agent.gil_average_wait_time_us"] = 0  # in telegrad, all of a call's time is spent in Python
+        return {key: str(value) for key, value in metrics.items()}
+
+    def get_debug_info(self) -> dict[str, str]:
+        agent = self._worker.agent
+        return {
+            **self.get_metrics(),
+            "agent.num_busy_threads": str(agent.pool.busy),
+            "agent.started_calls": str(agent.started_calls),
+        }
 
 
 def enable_gil_profiling(flag: bool) -> None:

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from telegrad.agent.barrier import repeated_notice
 from telegrad.agent.peers import PeerState
 from telegrad.compat import futures
 from telegrad.compat.profiling import profiled
@@ -31,12 +32,23 @@ from telegrad.compat.worker import CompatWorker
 from telegrad.compat.worker import WorkerInfo as WorkerInfo
 from telegrad.current import clear_process_worker, current_worker, is_initialized
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
-from telegrad.worker import To
+from telegrad.rref.rref import RRef as TelegradRRef
+from telegrad.worker import To, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-__all__ = ["RRef", "get_worker_info", "remote", "rpc_async", "rpc_sync", "shutdown"]
+__all__ = [
+    "AllGatherStates",
+    "RRef",
+    "get_worker_info",
+    "method_factory",
+    "new_method",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +206,26 @@ def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, bl
     return rref._get_type(timeout, blocking)
 
 
+# --- names that torch leaves behind ---------------------------------------------------------------------------------
+#
+# torch makes the methods of RRef in a loop of its module, and the loop's variables stay there as names of the module.
+# Editors offer them, so programs import them (``from torch.distributed.rpc.api import method_name``), mostly unused.
+
+
+def method_factory(method_name: str, docstring: str | None) -> Callable[..., Any]:
+    def method(self: RRef[Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(RRef, self), method_name)(*args, **kwargs)
+
+    method.__doc__ = docstring
+    return method
+
+
+method_name = "to_here"  # the last one in the loop
+method = TelegradRRef.to_here
+docstring = method.__doc__
+new_method = method_factory(method_name, docstring)
+
+
 # --- gatherings -----------------------------------------------------------------------------------------------------
 
 
@@ -223,12 +255,32 @@ def _all_gather(
             _gather_to_leader(key, worker.name, obj, names)
         else:
             rpc_sync(leader, _gather_to_leader, (key, worker.name, obj, names), timeout=for_calls)
-        worker.wait_locally(lambda: _wait_for(state, names, for_all))
+        begun = time.monotonic()
+        with repeated_notice(lambda: _say_missing(worker, leader, key, names, time.monotonic() - begun)):
+            worker.wait_locally(lambda: _wait_for(state, names, for_all))
         if leader == worker.name:
             _tell_followers(key, state, names - {leader}, for_calls)
         return state.gathered_objects
     finally:
         _gatherings.end(key)
+
+
+def _say_missing(worker: Worker, leader: str, key: str, names: set[str], seconds: float) -> None:
+    """Runs beside a gathering that takes long; on a thread that is no worker's, so that it is given one."""
+    missing: list[str] = []
+    with contextlib.suppress(TelegradError):
+        missing = worker.rpc_sync(leader, _missing_at_leader, (key, names), timeout=1.0)
+    logger.warning(
+        "worker %r: shutdown or _all_gather has waited %.0f s for %s to call it too",
+        worker.name,
+        seconds,
+        ", ".join(missing) or "the others",
+    )
+
+
+def _missing_at_leader(sequence_id: str, worker_names: Collection[str]) -> list[str]:
+    """Runs on the leader."""
+    return _gatherings.missing(sequence_id, set(worker_names))
 
 
 def _wait_for(state: AllGatherStates, names: set[str], timeout: float | None) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
@@ -75,7 +75,7 @@ def init_telegrad(
     elif not isinstance(options, TensorPipeRpcBackendOptions):
         raise TypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. {options}")
     join(name, rank, world_size, options)
-    return TensorPipeAgent(current_worker(), options, world_size)
+    return TensorPipeAgent(cast(CompatWorker, current_worker()), options, world_size)
 
 
 register_backend("TENSORPIPE", _telegrad_options, init_telegrad)

@@ -49,6 +49,12 @@ class Gatherings:
         if complete:
             state.proceed_signal.set()
 
+    def missing(self, key: str, names: Set[str]) -> list[str]:
+        """On the leader: who has not come yet."""
+        with self._lock:
+            state = self._states.get(key)
+            return sorted(names - state.gathered_objects.keys()) if state is not None else []
+
     def complete(self, key: str, objects: dict[str, Any]) -> None:
         """On a follower: all have come."""
         with self._lock:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from telegrad.compat.profiling import profiling_key
+from telegrad.compat.rref import RRef
 from telegrad.errors import SerializationError
 from telegrad.wire import pickles
 
@@ -51,14 +53,14 @@ class _InternalRPCPickler:
 
     def serialize(self, obj: Any) -> tuple[bytes, list[Tensor]]:
         writer, data, buffers = pickles.dump(obj, same_main=True, allow_cloudpickle=False)
-        for reference in writer.rrefs:
-            reference._serialize()  # type: ignore[attr-defined]
         if buffers:
             raise SerializationError("an array beside the pickle: only tensors can go there; send it inside a call")
-        return data, writer.tensors
+        forks = [cast("RRef[Any]", rref)._serialize() for rref in writer.rrefs]
+        return pickle.dumps((data, forks)), writer.tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[Tensor]) -> Any:
-        return pickles.load(binary_data, [], tensor_table, [])
+        data, forks = pickle.loads(binary_data)
+        return pickles.load(data, [], tensor_table, [RRef._deserialize(fork) for fork in forks])
 
 
 _internal_rpc_pickler = _InternalRPCPickler()
