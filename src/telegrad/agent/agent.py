@@ -19,6 +19,7 @@ from telegrad.agent.backlog import UserCall, Work
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
+from telegrad.agent.coroutines import Coroutines
 from telegrad.agent.failures import failure_of
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
@@ -28,7 +29,7 @@ from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool
 from telegrad.agent.pulse import Pulse
 from telegrad.agent.spin import CORES
-from telegrad.errors import RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from telegrad.errors import RpcTimeoutError, SerializationError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.wire import values
 from telegrad.wire.frames import Frame
@@ -76,6 +77,7 @@ class Agent:
         self.me = me
         self.options = options
         self.pool = Pool(me.name, options.threads, on_thread_start)
+        self.coroutines = Coroutines(me.name, self.pool)
         self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
         self.bodies = Bodies(self.peer, options.allow_pickle, me.lane_word)
         self.outcomes = Outcomes(
@@ -267,6 +269,10 @@ class Agent:
             return
         try:
             parcel = self.bodies.pack(self.peer(link.peer_id), link, value)
+        except SerializationError as error:
+            where = f"the result{''.join(error.path)}"
+            self.answer_failure(link, call_id, SerializationError(f"{where} cannot be sent back: {error}"))
+            return
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
@@ -388,6 +394,7 @@ class Agent:
                 link.close()
             self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
             self._fail_calls(peer)
+        self.coroutines.close(timeout)
         self.pool.close(timeout)
         self.bodies.shelf.close()
         for act, ticket, _ in self.pool.drain():

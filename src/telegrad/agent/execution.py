@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any
 
 import torch
@@ -67,21 +68,34 @@ def execute(
 ) -> None:
     """Runs the function of a message; exactly one of the two callbacks gets the outcome, now or later."""
     message: Any = frame.message  # a Call or a RemoteCall
+    body = message.body
     scope: AbstractContextManager[None] | None = None
+    function: Any = None
     try:
-        function: Any = message.function
+        # First the function: the arguments of one that is unknown, or refused, are not opened.
+        if message.function:
+            function = resolve(message.function, agent.options.allow_pickle)
+        else:
+            function = agent.bodies.function(link, message.pickled_function)
+    except BaseException as error:
+        try:
+            agent.bodies.discard(link, body)
+        finally:
+            fail(error)
+        return
+    try:
         args: tuple[Any, ...] = (None,)
-        body = message.body
         if body.tree is not None or body.pickle >= 0 or body.extra is not None:
             value, scope = agent.bodies.open(link, body, frame.buffers)
             args = value or args
-            if not function:
-                function, *args = args  # type: ignore[assignment]
-        if type(function) is str:
-            function = resolve(function, agent.options.allow_pickle)
+        if function is None:
+            function, *args = args  # type: ignore[assignment]
         try:
             with scope or _NO_SCOPE:
                 result = function(*args[:-1], **(args[-1] or {}))
+                if type(result) is CoroutineType and not is_async(function):
+                    _await(agent, result, scope, succeed, fail)
+                    return
         finally:
             if not torch.is_grad_enabled():
                 torch.set_grad_enabled(True)  # the function turned gradients off for good; the thread has more to do
@@ -99,6 +113,25 @@ def execute(
             succeed(result)
     else:
         _when_done(future, scope, succeed, fail)
+
+
+def _await(
+    agent: Agent,
+    coroutine: CoroutineType[Any, Any, Any],
+    scope: AbstractContextManager[None] | None,
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """Runs the coroutine of an ``async def`` function; the calling thread does not wait for it."""
+
+    def done(value: Any, error: BaseException | None) -> None:
+        if error is not None:
+            fail(error)
+        else:
+            with scope or _NO_SCOPE:
+                succeed(value)
+
+    agent.coroutines.run(coroutine, done)
 
 
 def _when_done(
