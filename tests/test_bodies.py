@@ -21,7 +21,7 @@ from telegrad.transport import lane
 from telegrad.transport.buffers import size_class
 from telegrad.transport.lane import LANE_LIMIT, Window
 from telegrad.wire import codec
-from telegrad.wire.messages import Body, InPeer, Reply, RRefFork, Taken
+from telegrad.wire.messages import Body, InPeer, Node, Reply, RRefFork, Taken
 from telegrad.wire.values import EMPTY_PARCEL, Parcel, Route
 
 BIG = 100_000  # bytes
@@ -465,6 +465,6 @@ def test_a_sender_that_is_gone(pair: Pair) -> None:
 
 
 def test_a_receiver_that_is_told_of_no_slab_of_the_sender(pair: Pair) -> None:
-    body = Body([0], buffers=(InPeer(1, 0, BIG),))
+    body = Body(Node(0, []), buffers=(InPeer(1, 0, BIG),))
     with pytest.raises(WorkerLostError, match="took 100,000 bytes away"):
         pair.receiver.open(pair.back, body, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import math
 import operator
@@ -17,7 +18,7 @@ import support
 from support import Gate, in_thread
 from telegrad.errors import SerializationError, UsageError, WorkerLostError
 from telegrad.wire import callables
-from telegrad.wire.callables import exception_type, export, name_of, resolve
+from telegrad.wire.callables import exception_type, export, exported_method, name_of, resolve
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +26,7 @@ def _own_exports(monkeypatch):
     """What a test exports is gone after it."""
     monkeypatch.setattr(callables, "_exported", dict(callables._exported))
     monkeypatch.setattr(callables, "_names", dict(callables._names))
+    monkeypatch.setattr(callables, "_exported_methods", dict(callables._exported_methods))
 
 
 def plain(x):
@@ -288,7 +290,133 @@ def test_without_allow_any_nothing_is_imported(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted(callables._PLAIN_OPERATORS))
 def test_torchs_plain_operators_are_always_there(path):
-    assert resolve(f"torch:{path}", False) is getattr(torch, path)
+    found = resolve(f"torch:{path}", False)
+    assert found.__wrapped__ is getattr(torch, path)
+    assert found is resolve(f"torch:{path}", False)
+
+
+@pytest.mark.parametrize("path", sorted(callables._PLAIN_OPERATORS))
+def test_torchs_plain_operators_write_into_no_argument(path):
+    operator = resolve(f"torch:{path}", False)
+    with pytest.raises(SerializationError, match=rf"torch.{path} takes no out="):
+        operator(torch.ones(2, 2), torch.ones(2, 2), out=torch.zeros(2, 2))
+    for count in range(1, 6):  # nor by position
+        for kind in (torch.zeros, lambda *shape: [torch.zeros(*shape)]):
+            given = [kind(2, 2), *(torch.full((2, 2), 7.0) for _ in range(count))]
+            with contextlib.suppress(TypeError, RuntimeError):
+                operator(*given)
+            assert all((one == 7).all() for one in given[1:])
+
+
+@pytest.mark.parametrize("name", sorted(callables._PLAIN_METHODS))
+def test_plain_methods_of_tensors_write_into_no_argument(name):
+    value, target = torch.ones(2, 2), torch.full((2, 2), 7.0)
+    if not hasattr(value, name):
+        return
+    with pytest.raises(TypeError):
+        exported_method(value, name)(value, out=target)
+    assert (target == 7).all()
+
+
+# --- exported classes -----------------------------------------------------------------------------------------------
+
+
+class Base:
+    def inherited(self):
+        return "inherited"
+
+
+class Offered(Base):
+    constant = print
+
+    def __init__(self):
+        self.attribute = print
+        self.shadowed = print
+
+    def method(self, x):
+        return x + 1
+
+    def shadowed(self):
+        return "of the class"
+
+    @staticmethod
+    def static():
+        return "static"
+
+    @classmethod
+    def of_class(cls):
+        return cls
+
+    @property
+    def computed(self):
+        return print
+
+    class Inner:
+        pass
+
+    def _private(self):
+        pass
+
+    def __call__(self):
+        return "called"
+
+
+def test_an_exported_class_offers_the_functions_that_it_defines():
+    value = export(Offered)()
+    assert exported_method(value, "method")(1) == 2
+    assert exported_method(value, "static")() == "static"
+    assert exported_method(value, "of_class")() is Offered
+    assert exported_method(value, "shadowed")() == "of the class"
+
+
+@pytest.mark.parametrize(
+    "name", "inherited attribute computed Inner constant _private __call__ __init__ __class__ none".split()
+)
+def test_an_exported_class_offers_nothing_else(name):
+    value = export(Offered)()
+    with pytest.raises(SerializationError, match=rf"Offered\.{name} is not exported here .*Exported: method, of_class"):
+        exported_method(value, name)
+
+
+def test_a_module_offers_no_method_of_torch():
+    @export
+    class Net(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    net = Net(2, 2)
+    assert exported_method(net, "forward")(torch.ones(2)).shape == (2,)
+    for name in ("load_state_dict", "compile", "register_forward_hook", "weight", "state_dict", "apply"):
+        with pytest.raises(SerializationError, match="no attributes, properties or inherited methods"):
+            exported_method(net, name)
+
+
+def test_the_methods_that_are_named_are_exported_and_no_others():
+    export(methods=["inherited", "__call__"])(Offered)
+    value = Offered()
+    assert exported_method(value, "inherited")() == "inherited"
+    assert exported_method(value, "__call__")() == "called"
+    with pytest.raises(SerializationError, match=r"Offered\.method is not exported here"):
+        exported_method(value, "method")
+
+
+@pytest.mark.parametrize("methods", [["nothing"], ["computed"], "method"])
+def test_only_methods_can_be_named(methods):
+    with pytest.raises(UsageError, match=r"export\(methods=\.\.\.\)"):
+        export(methods=methods)(Offered)
+
+
+def test_methods_of_a_function_cannot_be_named():
+    with pytest.raises(UsageError, match="is for classes"):
+        export(methods=["x"])(plain)
+
+
+def test_a_class_that_is_not_exported_offers_nothing():
+    with pytest.raises(SerializationError, match=r"put @rpc\.export on the class"):
+        exported_method(Base(), "inherited")
+    export(Base)
+    with pytest.raises(SerializationError, match=r"put @rpc\.export on the class"):
+        exported_method(Offered(), "inherited")
 
 
 # --- exceptions -----------------------------------------------------------------------------------------------------

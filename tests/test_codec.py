@@ -9,11 +9,12 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import Ext
 
 from telegrad.errors import ProtocolError
 from telegrad.ids import GlobalId
 from telegrad.wire import codec, messages
-from telegrad.wire.messages import Body, Call, Failure, InPeer, Note, Ping, Reply, Taken, TensorMeta
+from telegrad.wire.messages import Body, Call, Failure, InPeer, Node, Note, Ping, Reply, Taken, TensorMeta
 from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)
@@ -21,11 +22,12 @@ PAYLOADS = typing.get_args(messages.NotePayload)
 
 sizes = st.integers(0, 2**63 - 1)
 numbers = st.integers(-(2**63), 2**63 - 1)
+bytes_ = st.just(0)
 shapes = st.lists(sizes, max_size=4).map(tuple)
 ids = st.builds(GlobalId, sizes, sizes)
 plain = st.recursive(
-    st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4),
+    st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text() | st.builds(Ext, bytes_, st.binary()),
+    lambda inner: st.builds(Node, numbers, st.lists(inner, max_size=4)),
     max_leaves=8,
 )
 metas = st.recursive(
@@ -45,9 +47,9 @@ bodies = st.builds(
     st.lists(buffers, max_size=4).map(tuple),
     st.lists(metas, max_size=3).map(tuple),
     st.lists(forks, max_size=2).map(tuple),
-    plain,
+    st.none() | st.lists(numbers | st.lists(numbers, max_size=3), max_size=3),
 )
-BY_TYPE = {int: numbers, str: st.text(), bool: st.booleans(), Body: bodies, GlobalId: ids}
+BY_TYPE = {int: numbers, bytes: st.binary(), str: st.text(), bool: st.booleans(), Body: bodies, GlobalId: ids}
 
 
 def record(kind):
@@ -87,11 +89,12 @@ def parts(hint):
 
 EXAMPLES = {
     int: 7,
+    bytes: b"\x00bytes",
     str: "naïve",
     bool: True,
     GlobalId: GlobalId(3, 4),
     Body: Body(
-        [0, 1, "a", None, [1, 2.5]],
+        Node(0, [1, "a", None, Ext(0, b"b"), Node(1, [2.5])]),
         1,
         (2,),
         (bytearray(b"x"), 9000, InPeer(1 << 63, 7, 5)),
@@ -238,7 +241,7 @@ def malformed(*fields):
         b"\x93\x04\x01\x91\xdf\xff\xff\xff\xff",  # ... keys
         b"\x93\x04\x01\x91\x81\x80\x80",  # a map for a key
         b"\x93\x04\x01\x91\xa1\xff",  # no UTF-8
-        b"\x93\x04\x01\x91\xc7\x0c\xff" + b"\xff" * 12,  # a time that no calendar has
+        b"\x93\x04\x01\x91\xc4\x01x",  # bytes as such, which the tree writes otherwise
     ],
     ids=lambda header: header[:12].hex(),
 )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.wire import codec
 from telegrad.wire.frames import MAGIC, MAX_HEADER, PREFIX, FrameReader, prefix
-from telegrad.wire.messages import Body, Call, Goodbye, InPeer, Ping, Reply, Taken
+from telegrad.wire.messages import Body, Call, Goodbye, InPeer, Node, Ping, Reply, Taken
 from wire_trip import FUZZ_EXAMPLES, feed
 
 
@@ -31,21 +31,21 @@ def pattern(size: int) -> bytes:
 
 def streaming(call_id: int, *sizes: int) -> tuple[Reply, list[bytes]]:
     stream = [pattern(size + index)[index : index + size] for index, size in enumerate(sizes)]
-    return Reply(call_id, Body([0], buffers=sizes)), stream
+    return Reply(call_id, Body(Node(0, []), buffers=sizes)), stream
 
 
 STORY = [
     (Ping(), []),
-    (Call(1, "math:sqrt", Body([1, [1, 2.0], None])), []),
+    (Call(1, "math:sqrt", Body(Node(1, [1, 2.0, None]))), []),
     streaming(2, 9_000),
     (Goodbye(), []),
     streaming(3, 1, 70_000, 5),
     streaming(4, 300),
-    (Call(5, "x", Body(b"long" * 30_000)), []),  # a header that is larger than the reader's memory
+    (Call(5, "x", Body("long" * 30_000)), []),  # a header that is larger than the reader's memory
     streaming(6, 200_000),
     (Taken(7), []),
     (Taken(8, kept=True), []),
-    (Reply(9, Body([0], buffers=(InPeer(1, 12, 1 << 40),))), []),  # lies in shared memory: nothing follows
+    (Reply(9, Body(Node(0, []), buffers=(InPeer(1, 12, 1 << 40),))), []),  # lies in shared memory: nothing follows
 ]
 BYTES = b"".join(frame(message, *stream) for message, stream in STORY)
 
@@ -91,9 +91,9 @@ def test_there_is_space_after_a_buffer_that_began_in_a_full_chunk(extra):
 def test_a_header_does_not_keep_the_readers_memory():
     """What was decoded must survive the next bytes, which overwrite the place where the header stood."""
     reading = reader()
-    ((first, _),) = feed(reading, frame(Reply(1, Body([0, b"first"], buffers=(b"inline",)))))
-    feed(reading, frame(Reply(2, Body([0, b"other"], buffers=(b"INLINE",)))))
-    assert first == Reply(1, Body([0, b"first"], buffers=(bytearray(b"inline"),)))
+    ((first, _),) = feed(reading, frame(Reply(1, Body(Node(0, ["first"]), buffers=(b"inline",)))))
+    feed(reading, frame(Reply(2, Body(Node(0, ["other"]), buffers=(b"INLINE",)))))
+    assert first == Reply(1, Body(Node(0, ["first"]), buffers=(bytearray(b"inline"),)))
 
 
 def test_big_buffers_are_received_into_the_memory_that_was_allocated():
@@ -118,7 +118,7 @@ def test_big_buffers_are_received_into_the_memory_that_was_allocated():
 
 def test_the_memory_shrinks_again_after_a_long_header():
     reading = reader()
-    feed(reading, frame(Call(1, "x", Body(bytes(1 << 20)))))
+    feed(reading, frame(Call(1, "x", Body("x" * (1 << 20)))))
     assert len(reading._memory) == 64 << 10
 
 

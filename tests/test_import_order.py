@@ -21,7 +21,7 @@ LAYERS = [line.split() for line in """
     telegrad.wire.codec  telegrad.wire.frames  telegrad.wire.callables  telegrad.wire.dtypes  telegrad.wire.regions
     telegrad.wire.tensors  telegrad.wire.tree
     telegrad.wire.pickles
-    telegrad.wire.values
+    telegrad.wire.by_value  telegrad.wire.values
     telegrad.transport
     telegrad.transport.base  telegrad.transport.buffers  telegrad.transport.copier  telegrad.transport.handshake
     telegrad.transport.sockets
@@ -37,7 +37,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.look
     telegrad.agent.backlog
     telegrad.agent.pool
-    telegrad.agent.link  telegrad.agent.memory
+    telegrad.agent.coroutines  telegrad.agent.link  telegrad.agent.memory
     telegrad.agent.bodies  telegrad.agent.outcomes  telegrad.agent.pulse
     telegrad.agent.mail
     telegrad.agent.agent

@@ -26,7 +26,7 @@ from telegrad.transport.lane import Shelf
 from telegrad.transport.sockets import SocketStream, connect_tcp, listen_tcp
 from telegrad.transport.tls import TlsStream, client_context, make_certificate, server_context
 from telegrad.wire.frames import PREFIX, Frame, prefix
-from telegrad.wire.messages import Body, Call, Ping, Reply
+from telegrad.wire.messages import Body, Call, Node, Ping, Reply
 
 
 @pytest.fixture(autouse=True)
@@ -156,10 +156,10 @@ def taken(lock: Any) -> bool:
 def test_frames_arrive_whole_and_in_order(pair: Pair) -> None:
     caller, callee = pair
     for number in range(300):
-        caller.link.send(Call(number, "f" * (number % 50), Body(tree=[0, "x" * (37 * number)])))
+        caller.link.send(Call(number, "f" * (number % 50), Body(tree=Node(0, ["x" * (37 * number)]))))
     frames = callee.got(300)
     assert [frame.message.call_id for frame in frames] == list(range(300))
-    assert all(frame.message.body.tree == [0, "x" * (37 * number)] for number, frame in enumerate(frames))
+    assert all(frame.message.body.tree == Node(0, ["x" * (37 * number)]) for number, frame in enumerate(frames))
 
 
 def test_big_buffers_and_small_messages_between_them(pair: Pair) -> None:

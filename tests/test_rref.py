@@ -569,7 +569,7 @@ def test_without_pickle_only_exported_classes_offer_their_methods(tmp_path: Path
     with cluster("a", "b", allow_pickle=False) as workers:
         shelf = workers["a"].remote("b", Shelf)
         assert shelf.rpc_sync().count() == 1
-        with pytest.raises(SerializationError, match=r"Shelf\._empty is not for others to call"):
+        with pytest.raises(SerializationError, match=r"Shelf\._empty is not exported here"):
             shelf.rpc_sync()._empty()
         ones = workers["a"].remote("b", torch.ones, (3,))
         assert ones.rpc_sync().sum() == 3

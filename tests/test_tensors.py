@@ -10,6 +10,7 @@ import resource
 import warnings
 import weakref
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -729,6 +730,116 @@ def test_blocks_without_elements_are_refused(layout):
         values.tensors_of(Body(tensors=(meta,)), buffers)
 
 
+def flagged(meta, flags):
+    return msgspec.structs.replace(meta, flags=flags)
+
+
+CONJUGATE, NEGATIVE, COALESCED, GAPS = 4, 8, 16, 32
+COMPOSITES = {
+    "coo": composite(COO, (9, 300), LONGS, FLOATS),
+    "csr": composite(COMPRESSED, (1, 300), TensorMeta(LONG, (2,), 4), ONE_LONG, FLOATS, scalars=(0.0,)),
+    "quantised": composite(QUANT, (4, 2), CHARS, dtype=QINT8, scalars=(1.0, 0.0)),
+    "channels": composite(CHANNELS, (1,), TensorMeta(CHAR, (1,), 0), ONE_DOUBLE, ONE_LONG, dtype=QINT8, scalars=(0.0,)),
+    "meta": TensorMeta(FLOAT, (2,), -1, (1,), 0, 0, META),
+    "integers": TensorMeta(LONG, (2,), 0),
+}
+
+
+def composite_buffers():
+    return [
+        bytearray([1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]),
+        bytearray(4),
+        bytearray(),
+        bytearray(3),
+        bytearray(torch.tensor([0, 1]).numpy().tobytes()),
+    ]
+
+
+@quiet_quantised
+@quiet_sparse
+@pytest.mark.parametrize("kind", COMPOSITES)
+@pytest.mark.parametrize("flag", [CONJUGATE, NEGATIVE, GAPS, 64, -1], ids=["conj", "neg", "gaps", "unknown", "all"])
+def test_a_flag_that_the_kind_of_tensor_cannot_have_is_refused(kind, flag):
+    """torch dies of a quantised tensor with a conjugate or negative bit."""
+    meta = COMPOSITES[kind]
+    values.tensors_of(Body(tensors=(meta,)), composite_buffers())
+    if flag == GAPS and kind == "integers":
+        flag = GAPS | COALESCED
+    for flags in (flag, flag | 1, flag | 2) if flag > 0 else (flag,):
+        with pytest.raises(SerializationError, match="cannot have flags"):
+            values.tensors_of(Body(tensors=(flagged(meta, flags),)), composite_buffers())
+
+
+@quiet_sparse
+@pytest.mark.parametrize(
+    "part", [flagged(LONGS, 1), flagged(LONGS, 2), msgspec.structs.replace(LONGS, device="cpu")], ids=repr
+)
+def test_a_part_is_a_plain_tensor(part):
+    with pytest.raises(SerializationError, match="a gradient or a device of its own"):
+        values.tensors_of(Body(tensors=(composite(COO, (9, 300), part, FLOATS),)), composite_buffers())
+
+
+@quiet_sparse
+@pytest.mark.parametrize("outer", [[0, 2, 0], [1, 1, 0], [0, -1, 0], [0, 2**62, 0], [0, 0, 5]], ids=repr)
+@pytest.mark.parametrize("layout", range(4))
+def test_indices_that_lead_beyond_the_others_are_refused(outer, layout):
+    """torch's own check reads memory there, and dies of it."""
+    elements = TensorMeta(FLOAT, (0, 1, 1) if layout > 1 else (0,), 1)
+    meta = composite(
+        COMPRESSED, (2, 2), TensorMeta(LONG, (3,), 0), TensorMeta(LONG, (0,), 1), elements, scalars=(layout,)
+    )
+    with pytest.raises(SerializationError, match="the indices of a sparse tensor"):
+        values.tensors_of(Body(tensors=(meta,)), [bytearray(torch.tensor(outer).numpy().tobytes()), bytearray()])
+
+
+INDEXED = {
+    "coo": composite(COO, (4,), TensorMeta(LONG, (1, 2), 0), TensorMeta(LONG, (2,), 0), dtype=LONG),
+    "csr": composite(
+        COMPRESSED,
+        (1, 4),
+        TensorMeta(LONG, (2,), 1),
+        TensorMeta(LONG, (2,), 0),
+        TensorMeta(LONG, (2,), 0),
+        dtype=LONG,
+        scalars=(0.0,),
+    ),
+    "channels": composite(
+        CHANNELS,
+        (2,),
+        TensorMeta(CHAR, (2,), 0),
+        TensorMeta(DOUBLE, (2,), 1),
+        TensorMeta(LONG, (2,), 0),
+        dtype=QINT8,
+        scalars=(0.0,),
+    ),
+}
+
+
+def indices_of(tensor):
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices()]
+    if tensor.layout is torch.sparse_csr:
+        return [tensor.crow_indices(), tensor.col_indices()]
+    return [tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+
+
+@quiet_sparse
+@quiet_quantised
+@pytest.mark.parametrize("kind", INDEXED)
+def test_indices_share_no_memory_with_what_the_peer_can_change(kind):
+    """Another tensor of the message over the same buffer, or the sender, in memory that it shares with us."""
+    meta = INDEXED[kind]
+    buffers = [bytearray(torch.tensor(content).numpy().tobytes()) for content in ([0, 1], [0, 2])]
+    aliases = (TensorMeta(LONG, (2,), 0), TensorMeta(LONG, (2,), 1), TensorMeta(LONG, (2,), 0, (1,)))
+    tensor, *others = values.tensors_of(Body(tensors=(meta, *aliases)), buffers)
+    before = [part.tolist() for part in indices_of(tensor)]
+    for other in others:
+        other.fill_(2**40)
+    for buffer in buffers:
+        buffer[:] = bytes([255]) * 16
+    assert [part.tolist() for part in indices_of(tensor)] == before
+
+
 # --- fuzz -----------------------------------------------------------------------------------------------------------
 
 
@@ -751,7 +862,7 @@ strided_metas = st.builds(
     small,
     st.none() | shapes,
     sizes,
-    st.integers(0, 31),
+    st.integers(0, 127),
     st.sampled_from([0, 0, 0, 5]),
     device=st.sampled_from([None, None, "cpu", "meta", "cuda", "nowhere"]),
 )

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import gc
+import itertools
 import math
 import os
 import pickle
@@ -21,11 +22,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.msgpack import Ext
 
-from telegrad.errors import SerializationError, TelegradError, UsageError
+from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
 from telegrad.ids import GlobalId
 from telegrad.wire import codec, values
-from telegrad.wire.messages import Body, InPeer, Reply, RRefFork, TensorMeta
+from telegrad.wire.messages import Body, InPeer, Node, Reply, RRefFork, TensorMeta, Tree
 from telegrad.wire.tensors import INLINE_BUDGET, INLINE_LIMIT
 from telegrad.wire.values import EMPTY_PARCEL, Bundle, Route, pack, unpack
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
@@ -820,12 +822,36 @@ def test_the_interceptor_sees_the_tensors(wrap):
 # --- without pickle -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [Point(1, 2), Colour.RED, np.arange(3), print, [object()], 2**64, "\ud800"], ids=repr)
+@pytest.mark.parametrize("value", [Point(1, 2), Colour.RED, np.arange(3), print, object(), 2**64, "\ud800"], ids=repr)
 def test_without_pickle_only_plain_data_go_out(value):
-    with pytest.raises(
-        SerializationError, match=rf"type {type(value).__qualname__} without pickle \(allow_pickle=False\)"
-    ):
-        trip(value, allow_pickle=False)
+    for wrapped, path in ((value, ()), ([1, {"key": value}], ("[1]", "['key']"))):
+        with pytest.raises(
+            SerializationError, match=rf"type {type(value).__qualname__} without pickle \(allow_pickle=False\)"
+        ) as caught:
+            trip(wrapped, allow_pickle=False)
+        assert caught.value.path == path
+
+
+class Holder:
+    def __init__(self, content):
+        self.number = 1
+        self.content = content
+
+
+@pytest.mark.parametrize(
+    ("wrap", "path"),
+    [
+        (lambda bad: bad, ()),
+        (lambda bad: [1, torch.ones(1), bad], ("[2]",)),
+        (lambda bad: {"a": ({2: bad},)}, ("['a']", "[0]", "[2]")),
+        (lambda bad: (Holder([bad]), Holder(2)), ("[0]", ".content", "[0]")),
+    ],
+    ids=["alone", "list", "dict", "object"],
+)
+def test_the_error_says_which_part_of_a_value_cannot_be_sent(wrap, path):
+    with pytest.raises(SerializationError, match=r"type lock: cannot pickle '_thread.lock' object") as caught:
+        trip(wrap(threading.Lock()))
+    assert caught.value.path == path
 
 
 def test_without_pickle_tensors_go_out():
@@ -845,52 +871,102 @@ def test_without_pickle_no_pickle_comes_in():
 @pytest.mark.parametrize(
     "tree",
     [
-        [],
-        ["x"],
-        [None],
-        [[0]],
-        [-1],
-        [999],
-        [0, [999]],
-        [2, 1],  # a key without a value
-        [2, [0], 1],  # a list for a key
-        [3, [0]],
-        [4, [2]],
-        [5],
-        [5, 0],
-        [5, "0"],
-        [6, 0],
-        [7],
-        [7, "1", "2"],
-        [8, 999],
-        [8, 1.5],
-        [9, "nowhere"],
-        [9, None],
-        [10, "x"],
-        [11],
-        [11, 10**12],  # as many zeros
-        [11, "text"],
-        [12],
-        [12, 1, 2, 3, 4],
-        [14, 1, 2, 0],
-        [14, 1.5],
-        [15],
+        Node(-1, []),
+        Node(999, []),
+        Node(0, [Node(999, [])]),
+        Node(2, [1]),  # a key without a value
+        Node(2, [Node(0, []), 1]),  # a list for a key
+        Node(3, [Node(0, [])]),
+        Node(4, [Node(2, [])]),
+        Node(5, []),
+        Node(5, [0]),
+        Node(5, ["0"]),
+        Node(6, [0]),
+        Node(7, []),
+        Node(7, ["1", "2"]),
+        Node(8, [999]),
+        Node(8, [1.5]),
+        Node(9, ["nowhere"]),
+        Node(9, [None]),
+        Node(10, ["x"]),
+        Node(11, []),
+        Node(11, [10**12]),  # as many zeros
+        Node(11, ["text"]),
+        Node(12, []),
+        Node(12, [1, 2, 3, 4]),
+        Node(14, [1, 2, 0]),
+        Node(14, [1.5]),
+        Node(15, []),
+        Node(0, [Ext(1, b"")]),
     ],
     ids=repr,
 )
 def test_malformed_trees_are_refused(tree):
-    with pytest.raises(SerializationError, match="node"):
+    with pytest.raises(SerializationError, match="a body holds"):
         unpack(Body(tree), [], (), (), False)
 
 
 def test_a_tree_nested_without_end_is_refused():
-    tree: list[Any] = [0]
+    tree = Node(0, [])
     for _ in range(50_000):
-        tree = [0, tree]
+        tree = Node(0, [tree])
     with pytest.raises(SerializationError, match="RecursionError"):
         unpack(Body(tree), [], (), (), False)
-    while len(tree) > 1:
-        tree = tree.pop()
+    while tree.parts:
+        tree = tree.parts.pop()
+
+
+# --- keys that collide ----------------------------------------------------------------------------------------------
+
+
+def colliding(count):
+    """Tuples with one hash: -1 and -2 have the same."""
+    return list(itertools.islice(itertools.product((-1, -2), repeat=17), count))
+
+
+@pytest.mark.parametrize("kind", [dict.fromkeys, set, frozenset], ids=["dict", "set", "frozenset"])
+def test_keys_that_collide_are_refused_before_they_cost_much(kind):
+    keys = colliding(20_000)
+    assert len({hash(key) for key in keys}) == 1
+    tag = {dict.fromkeys: 2, set: 3, frozenset: 4}[kind]
+    parts = [Node(1, list(key)) for key in keys]
+    if kind is dict.fromkeys:
+        parts = [part for key in parts for part in (key, None)]
+    body = codec.decode(codec.encode(Reply(1, Body(Node(tag, parts))))).body
+    with pytest.raises(SerializationError, match="keys of a dict or set collide"):
+        unpack(body, [], (), (), False)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        range(200_000),
+        [number * 2**20 for number in range(50_000)],
+        [number / 7 for number in range(50_000)],
+        [(row, column) for row in range(200) for column in range(200)],
+        [str(number) for number in range(50_000)],
+        [b"%d" % number for number in range(50_000)],
+        colliding(100),
+    ],
+    ids=["numbers", "multiples", "floats", "pairs", "text", "bytes", "few that collide"],
+)
+def test_many_keys_of_honest_programs_go(keys):
+    value = {"dict": dict.fromkeys(keys, 1), "set": set(keys), "frozenset": frozenset(keys)}
+    came = trip(value)
+    assert not came.pickled
+    assert came.value == value
+    assert list(came.value["dict"]) == list(keys)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_codec_itself_builds_no_dict(depth):
+    """It would do so before anything could be checked."""
+    tree: Any = {1: 2}
+    for _ in range(depth):
+        tree = [0, [tree]]
+    for body in ([tree], [None, -1, [], [], [], [], tree], [None, -1, [], [], [], [], [1, 1, [tree]]]):
+        with pytest.raises(ProtocolError):
+            codec.decode(msgspec.msgpack.encode([4, 1, body]))
 
 
 @pytest.mark.parametrize(
@@ -948,12 +1024,12 @@ leaves = (
     | st.integers(-(2**63), 2**64 - 1)
     | st.floats()
     | st.text(max_size=5)
-    | st.binary(max_size=5)
+    | st.builds(Ext, st.integers(-1, 1), st.binary(max_size=5))
     | st.sampled_from(["cpu", "cuda:0", "builtins:eval"])
 )
 nodes = st.recursive(
     leaves,
-    lambda inner: st.tuples(st.integers(-1, 16), st.lists(inner, max_size=4)).map(lambda node: [node[0], *node[1]]),
+    lambda inner: st.builds(Node, st.integers(-1, 16), st.lists(inner, max_size=4)),
     max_leaves=12,
 )
 
@@ -976,7 +1052,7 @@ def parcels(pickled):
     parts = [[1, {"a": (2.5, None), "b": {1, 2}}], [torch.ones(2), torch.ones(3, 4).t(), slice(1, 2)], list(PLAIN)]
     bodies = [pack(part, Route(1), codec.encode).body for part in parts]
     bodies.append(Body(None, 0, (), (pickled,)))
-    bodies.append(Body([0, pickled], -1, (0,), (pickled, 5)))
+    bodies.append(Body(Node(0, [Ext(0, pickled)]), -1, (0,), (pickled, 5)))
     return [codec.encode(Reply(1, body)) for body in bodies]
 
 
@@ -1002,7 +1078,7 @@ def test_fuzz_mutated_bodies(canary, which, edits, streamed):
 @settings(max_examples=FUZZ_EXAMPLES)
 def test_fuzz_random_trees(canary, data):
     try:
-        tree = msgspec.msgpack.decode(data)
+        tree = msgspec.msgpack.decode(data, type=Tree)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
         return
     take_in(Body(tree, -1, (), (bytearray(canary),)))

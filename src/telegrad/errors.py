@@ -39,6 +39,9 @@ class UnknownWorkerError(UsageError):
 class SerializationError(TelegradError, TypeError):
     """A value cannot cross the wire, or the other side cannot rebuild it."""
 
+    #: Where in the value the part is that cannot be sent: ``("[0]", "['key']", ".attribute")``.
+    path: tuple[str, ...] = ()
+
 
 class RemoteError(TelegradError):
     """The callee raised an exception whose own type cannot be rebuilt here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +24,18 @@ from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.autograd.api import backward
 from telegrad.autograd.engine import Engine
 from telegrad.current import adopt, current_worker
-from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
+from telegrad.errors import (
+    NotInitializedError,
+    RpcTimeoutError,
+    SerializationError,
+    TelegradError,
+    UsageError,
+    WorkerLostError,
+)
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
+from telegrad.wire.by_value import pickle_of
 from telegrad.wire.callables import export, name_of
 from telegrad.wire.messages import Call, Fetch, RemoteCall
 from telegrad.wire.values import Route
@@ -175,15 +184,18 @@ class Worker:
         self._check_open()
         self.references.let_go()
         peer = self._peer(to)
-        name, value = _call_value(peer, func, args, kwargs)
-        return self.agent.start_call(
-            peer,
-            name or repr(func),
-            self.seconds(timeout),
-            lambda call_id, body: Call(call_id, name, body),
-            value,
-            future,
-        )
+        name, pickled, value = _call_value(peer, func, args, kwargs)
+        try:
+            return self.agent.start_call(
+                peer,
+                name or repr(func),
+                self.seconds(timeout),
+                lambda call_id, body: Call(call_id, name, body, pickled),
+                value,
+                future,
+            )
+        except SerializationError as error:
+            raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
 
     def remote(
         self,
@@ -197,7 +209,7 @@ class Worker:
         peer = self._peer(to)
         if peer.id == self.id:
             return self._remote_to_self(func, args, kwargs, timeout)
-        name, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = _call_value(peer, func, args, kwargs)
         self.references.let_go()
         self.agent.link_to(peer)  # a peer that is gone is an error here, not at to_here
         rref_id, fork_id = self.references.create_remote(peer.id)
@@ -213,7 +225,7 @@ class Worker:
                 peer,
                 name or repr(func),
                 self.seconds(timeout),
-                lambda call_id, body: RemoteCall(call_id, name, rref_id, fork_id, body),
+                lambda call_id, body: RemoteCall(call_id, name, rref_id, fork_id, body, pickled),
                 value,
                 future,
                 notice,
@@ -221,6 +233,8 @@ class Worker:
         except BaseException as error:  # a Ctrl-C too, while the arguments were packed
             reason = error if isinstance(error, TelegradError) else UsageError(f"remote was interrupted: {error!r}")
             self.references.not_created(fork_id, reason)
+            if isinstance(error, SerializationError):
+                raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
             raise
         return rref
 
@@ -237,7 +251,7 @@ class Worker:
     def _remote_to_self(self, func: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
         """The value stays here, uncopied, as on any other owner; only the arguments go through the codec."""
         peer = self._peer(self.id)
-        name, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = _call_value(peer, func, args, kwargs)
         owned = Owned()
         rref: RRef[Any] = self.rref_type.__new__(self.rref_type)
         rref._become_owner(self.references, owned)
@@ -251,14 +265,17 @@ class Worker:
                 owned.set(None, error)
 
         future.add_done_callback(done)
-        self.agent.start_call(
-            peer,
-            name or repr(func),
-            self.seconds(timeout),
-            lambda call_id, body: RemoteCall(call_id, name, rref_id, rref_id, body),
-            value,
-            future,
-        )
+        try:
+            self.agent.start_call(
+                peer,
+                name or repr(func),
+                self.seconds(timeout),
+                lambda call_id, body: RemoteCall(call_id, name, rref_id, rref_id, body, pickled),
+                value,
+                future,
+            )
+        except SerializationError as error:
+            raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
         return rref
 
     def fetch(self, owner: int, rref_id: GlobalId, timeout: float, what: str) -> Any:
@@ -293,7 +310,7 @@ class Worker:
         """Leaves the job; gracefully: when no worker has anything left to do."""
         if self.closed:
             return
-        if graceful and self.agent.pool.runs_here():
+        if graceful and (self.agent.pool.runs_here() or self.agent.coroutines.runs_here()):
             raise UsageError("a function that runs for another worker cannot call shutdown: it would wait for itself")
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         begun = time.monotonic()
@@ -313,7 +330,7 @@ class Worker:
         number = 0
         while True:
             self._at_barrier = False
-            while len(self.agent.calls) or self.agent.pool.busy:
+            while len(self.agent.calls) or self.agent.pool.busy or self.agent.coroutines.running:
                 if time.monotonic() > deadline:
                     raise RpcTimeoutError(f"shutdown waited {timeout:g} s for {self.agent!r}")
                 time.sleep(0.002)
@@ -400,23 +417,54 @@ def _error_of(done: torch.futures.Future[Any]) -> Exception | None:
     return None
 
 
-def _call_value(peer: Peer, func: Any, args: Any, kwargs: Any) -> tuple[str, Any]:
-    """The name of a callable and what to send with it: the arguments, last the keyword arguments or None.
+def _call_value(peer: Peer, func: Any, args: Any, kwargs: Any) -> tuple[str, bytes, Any]:
+    """The name of a callable, or its pickle, and what to send with it: arguments, last the keyword arguments or None.
 
-    Without a name that the peer knows, the callable itself comes first.
+    A callable without a name that the peer knows, and without a pickle that can be kept, comes first.
     """
     args = () if args is None else args
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"args must be a tuple of the call's arguments, not {type(args).__qualname__}: {args!r}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise UsageError(f"kwargs must be a dict of the call's keyword arguments, not {type(kwargs).__qualname__}")
+    route = peer.route
     name = name_of(func)
-    if name is not None and not peer.route.same_main and name.startswith("__main__:") and func is not name:
-        name = (
-            None if peer.route.allow_pickle else name
-        )  # another program runs there: its ``__main__`` has no such name
+    if name is not None and not route.same_main and name.startswith("__main__:") and func is not name:
+        name = None if route.allow_pickle else name  # another program runs there: its ``__main__`` has no such name
+    pickled = b""
     if name is None:
         if not callable(func):
             raise UsageError(f"{func!r} is not callable")
-        return "", (func, *args, dict(kwargs) if kwargs else None)
-    return name, (*args, dict(kwargs) if kwargs else None) if args or kwargs else None
+        if route.allow_pickle:
+            pickled = pickle_of(func, route.same_main, route.allow_cloudpickle) or b""
+        if not pickled:
+            return "", pickled, (func, *args, dict(kwargs) if kwargs else None)
+    return name or "", pickled, (*args, dict(kwargs) if kwargs else None) if args or kwargs else None
+
+
+def _naming_argument(error: SerializationError, peer: Peer, func: Any, value: Any, by_name: bool) -> SerializationError:
+    """The error with the argument that it is about; ``value`` is what ``_call_value`` made."""
+    function = func if isinstance(func, str) else getattr(func, "__qualname__", None) or repr(func)
+    where = f"of {function} for worker {peer.name!r}"
+    if not error.path:
+        return SerializationError(f"an argument {where}: {error}")
+    first, *rest = error.path
+    place = int(first[1:-1])
+    position = place if by_name else place - 1
+    if position < 0:
+        what = "the function"
+    elif place == len(value) - 1 and rest:
+        what = f"argument {rest.pop(0)[1:-1]}"
+    else:
+        name = _parameter_name(func, position)
+        what = f"argument {position + 1} ({name!r})" if name else f"argument {position + 1}"
+    return SerializationError(f"{what}{''.join(rest)} {where} cannot be sent: {error}")
+
+
+def _parameter_name(func: Any, index: int) -> str | None:
+    try:
+        parameters = list(inspect.signature(func).parameters.values())
+    except (TypeError, ValueError):  # a name, or a builtin without a signature
+        return None
+    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return positional[index].name if index < len(positional) else None

@@ -20,6 +20,7 @@ from telegrad.agent.backlog import UserCall, Work
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.clock import Clock
+from telegrad.agent.coroutines import Coroutines
 from telegrad.agent.failures import failure_of
 from telegrad.agent.futures import Future
 from telegrad.agent.link import Link
@@ -29,7 +30,7 @@ from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool
 from telegrad.agent.spin import CORES
-from telegrad.errors import ProtocolError, RpcTimeoutError, UnknownWorkerError, WorkerLostError
+from telegrad.errors import ProtocolError, RpcTimeoutError, SerializationError, UnknownWorkerError, WorkerLostError
 from telegrad.transport import lane
 from telegrad.wire import values
 from telegrad.wire.frames import Frame
@@ -79,6 +80,7 @@ class Agent:
         self.me = me
         self.options = options
         self.pool = Pool(me.name, options.threads, on_thread_start)
+        self.coroutines = Coroutines(me.name, self.pool)
         self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
         self.bodies = Bodies(self.peer, options.allow_pickle, me.lane_word)
         self.outcomes = Outcomes(
@@ -295,6 +297,10 @@ class Agent:
             return
         try:
             parcel = self.bodies.pack(self.peer(link.peer_id), link, value)
+        except SerializationError as error:
+            where = f"the result{''.join(error.path)}"
+            self.answer_failure(link, call_id, SerializationError(f"{where} cannot be sent back: {error}"))
+            return
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
@@ -419,6 +425,7 @@ class Agent:
                 link.close()
             self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
             self._fail_calls(peer)
+        self.coroutines.close(timeout)
         self.pool.close(timeout)
         self.liveness.close()
         self.bodies.shelf.close()

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer
-from telegrad.errors import ProtocolError, TelegradError, WorkerLostError
+from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 from telegrad.transport.buffers import BufferPool, Loans
 from telegrad.transport.lane import LANE_LIMIT, Shelf, Slab, Window
 from telegrad.wire import codec, values
+from telegrad.wire.by_value import ReceivedFunctions
 from telegrad.wire.messages import Body, InPeer, RRefFork, Taken
 
 Scope = AbstractContextManager[None]
@@ -44,6 +45,7 @@ class Bodies:
         self._allow_pickle = allow_pickle
         self._windows: dict[int, Window] = {}
         self._borrowed: Loans[_Borrowed] = Loans()
+        self._functions = ReceivedFunctions()
 
     def pack(self, peer: Peer, link: Link, value: Any, answered: bool = False) -> values.Parcel:
         """The link holds the parcel's slabs until the peer gives them back, or the link breaks.
@@ -94,6 +96,14 @@ class Bodies:
         if incoming is not None:
             scope = incoming(link.peer_id, body.extra, tensors)
         return values.unpack(body, buffers, rrefs, tensors, self._allow_pickle), scope
+
+    def function(self, link: Link, pickled: bytes) -> Any:
+        """The function of a call that came without a name; None if it is part of the body."""
+        if not self._allow_pickle:
+            raise SerializationError(
+                "the peer sent a function by value, and this worker takes none (allow_pickle=False)"
+            )
+        return self._functions.load(link.peer_id, pickled) if pickled else None
 
     def _borrow(self, link: Link, body: Body) -> list[Any]:
         """The buffers that lie in the peer's slabs."""

@@ -6,11 +6,13 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import CoroutineType
 from typing import Any
 
 import torch
 
 from telegrad.agent.agent import Agent
+from telegrad.agent.backlog import UserCall
 from telegrad.agent.link import Link
 from telegrad.errors import UsageError
 from telegrad.wire.callables import resolve
@@ -28,6 +30,15 @@ class Deferred:
     """A result that is a future to wait for, returned by a function that was not marked itself."""
 
     future: Any
+
+
+@dataclass(slots=True)
+class Later:
+    """Returned by a function that needs something that is not here yet: ``run`` goes on, on a thread of the pool, after
+    ``when_ready`` has called back.  No thread waits meanwhile."""
+
+    when_ready: Callable[[Callable[[], None]], None]
+    run: Callable[[], Any]
 
 
 def is_async(function: Any) -> bool:
@@ -67,24 +78,61 @@ def execute(
 ) -> None:
     """Runs the function of a message; exactly one of the two callbacks gets the outcome, now or later."""
     message: Any = frame.message  # a Call or a RemoteCall
+    body = message.body
     scope: AbstractContextManager[None] | None = None
+    function: Any = None
     try:
-        function: Any = message.function
+        # First the function: the arguments of one that is unknown, or refused, are not opened.
+        if message.function:
+            function = resolve(message.function, agent.options.allow_pickle)
+        else:
+            function = agent.bodies.function(link, message.pickled_function)
+    except BaseException as error:
+        try:
+            agent.bodies.discard(link, body)
+        finally:
+            fail(error)
+        return
+    try:
         args: tuple[Any, ...] = (None,)
-        body = message.body
         if body.tree is not None or body.pickle >= 0 or body.extra is not None:
             value, scope = agent.bodies.open(link, body, frame.buffers)
             args = value or args
-            if not function:
-                function, *args = args  # type: ignore[assignment]
-        if type(function) is str:
-            function = resolve(function, agent.options.allow_pickle)
+        if function is None:
+            function, *args = args  # type: ignore[assignment]
+    except BaseException as error:
+        fail(error)
+        return
+    _run(agent, function, args, scope, succeed, fail)
+
+
+def _run(
+    agent: Agent,
+    function: Any,
+    args: Any,
+    scope: AbstractContextManager[None] | None,
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """The last of ``args`` are the keyword arguments, or None."""
+    try:
         try:
             with scope or _NO_SCOPE:
                 result = function(*args[:-1], **(args[-1] or {}))
+                if type(result) is CoroutineType and not is_async(function):
+                    _await(agent, result, scope, succeed, fail)
+                    return
         finally:
             if not torch.is_grad_enabled():
                 torch.set_grad_enabled(True)  # the function turned gradients off for good; the thread has more to do
+        if type(result) is Later:
+            run = result.run
+
+            def go_on(*_: Any) -> None:
+                _run(agent, run, (None,), scope, succeed, fail)
+
+            result.when_ready(lambda: agent.pool.submit(UserCall((go_on, None, None))))
+            return
         if type(result) is Deferred:
             future = result.future
         elif is_async(function):
@@ -99,6 +147,25 @@ def execute(
             succeed(result)
     else:
         _when_done(future, scope, succeed, fail)
+
+
+def _await(
+    agent: Agent,
+    coroutine: CoroutineType[Any, Any, Any],
+    scope: AbstractContextManager[None] | None,
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+) -> None:
+    """Runs the coroutine of an ``async def`` function; the calling thread does not wait for it."""
+
+    def done(value: Any, error: BaseException | None) -> None:
+        if error is not None:
+            fail(error)
+        else:
+            with scope or _NO_SCOPE:
+                succeed(value)
+
+    agent.coroutines.run(coroutine, done)
 
 
 def _when_done(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from telegrad.compat.futures import Future
@@ -12,7 +11,7 @@ from telegrad.compat.profiling import profiled
 from telegrad.compat.words import in_torchs_words, speaks_as_torch, spoken
 from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
-from telegrad.rref.rref import UNSET_TIMEOUT
+from telegrad.rref.rref import UNSET_TIMEOUT, Proxy, with_value
 from telegrad.rref.rref import RRef as TelegradRRef
 from telegrad.wire.callables import export
 from telegrad.wire.messages import RRefFork
@@ -122,13 +121,13 @@ class RRef(TelegradRRef[T]):
     # As in torch, one that the value's type does not have is an AttributeError at once.
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        return _Proxy(self, "rpc_sync", timeout, super().rpc_sync(timeout))
+        return _Proxy(self, self._references.worker.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        return _Proxy(self, "rpc_async", timeout, super().rpc_async(timeout))
+        return _Proxy(self, self._references.worker.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        return _Proxy(self, "remote", timeout, super().remote(timeout))
+        return _Proxy(self, self._references.worker.remote, timeout)
 
     # --- on its way ---------------------------------------------------------------------------------------------
 
@@ -195,9 +194,9 @@ def _id(created_on: int, local_id: int) -> str:
 
 
 @export
-def _rref_typeof_on_owner(rref: TelegradRRef[Any]) -> type:
+def _rref_typeof_on_owner(rref: TelegradRRef[Any]) -> Any:
     """Runs on the owner."""
-    return type(rref.local_value())
+    return with_value(rref, lambda: type(rref.local_value()))
 
 
 @export
@@ -212,32 +211,10 @@ def _claim(ticket: int) -> TelegradRRef[Any]:
     return found
 
 
-class _Proxy:
-    """What ``rref.rpc_sync()`` gives: telegrad's proxy, whose methods can be sent and check the value's type first."""
+class _Proxy(Proxy):
+    """As telegrad's, but a method that the value's type does not have is an AttributeError at once."""
 
-    def __init__(self, rref: RRef[Any], mode: str, timeout: float, proxy: Any) -> None:
-        self._rref, self._mode, self._timeout, self._proxy = rref, mode, timeout, proxy
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return _ProxyMethod(self._rref, self._mode, self._timeout, name, getattr(self._proxy, name))
-
-
-class _ProxyMethod:
-    """A method of a remote value.  A worker to which it is sent as a function calls the owner in turn."""
-
-    def __init__(self, rref: RRef[Any], mode: str, timeout: float, name: str, call: Callable[..., Any]) -> None:
-        self._rref, self._mode, self._timeout, self._name, self._call = rref, mode, timeout, name, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        getattr(self._rref._get_type(self._timeout), self._name)  # raises what the value itself would
-        return self._call(*args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _proxy_method, (self._rref, self._mode, self._timeout, self._name)
-
-    def __repr__(self) -> str:
-        return f"<method {self._name!r} of {self._rref}>"
-
-
-def _proxy_method(rref: RRef[Any], mode: str, timeout: float, name: str) -> Any:
-    return getattr(getattr(rref, mode)(timeout), name)
+    def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rref = cast("RRef[Any]", self._rref)
+        getattr(rref._get_type(self._timeout), name)  # raises what the value itself would
+        return super()._call_method(name, args, kwargs)

@@ -262,7 +262,11 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
 ) -> Any:
-    """Runs ``func(*args, **kwargs)`` on worker ``to`` and returns its result."""
+    """Runs ``func(*args, **kwargs)`` on worker ``to`` and returns its result.
+
+    An ``async def`` function is awaited there, on an event loop that all such functions share: it should await
+    ``rpc_async`` and not block in ``rpc_sync``.
+    """
     return current_worker().rpc_sync(to, func, args, kwargs, timeout)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from telegrad.agent.execution import Deferred, checked_future, is_async
+from telegrad.agent.execution import Deferred, Later, checked_future, is_async
 from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
-from telegrad.wire.callables import check_method, export
+from telegrad.wire.callables import export, exported_method
 from telegrad.wire.messages import RRefFork
 
 if TYPE_CHECKING:
@@ -159,22 +159,53 @@ class Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            self._rref._check_job()
-            return self._call(self._rref._owner, call_method, (self._rref, name, args, kwargs), None, self._timeout)
+        return ProxyMethod(self, name)
 
-        return method
+    def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._rref._check_job()
+        return self._call(self._rref._owner, call_method, (self._rref, name, args, kwargs), None, self._timeout)
+
+
+class ProxyMethod:
+    """A method of a proxy.  It can be sent as the function of a call: the callee then calls the RRef's owner."""
+
+    def __init__(self, proxy: Proxy, name: str) -> None:
+        self._proxy = proxy
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._proxy._call_method(self.__name__, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        proxy = self._proxy
+        return _proxy_method, (proxy._rref, proxy._call.__name__, proxy._timeout, self.__name__)
+
+    def __repr__(self) -> str:
+        return f"<{self._proxy._call.__name__} of method {self.__name__!r} of {self._proxy._rref!r}>"
+
+
+def _proxy_method(rref: RRef[Any], call: str, timeout: float, name: str) -> Any:
+    return getattr(getattr(rref, call)(timeout), name)
 
 
 @export
 def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls one method of the value of a reference that is owned here."""
-    value = rref.local_value()
-    if not rref._references.agent.options.allow_pickle:
-        check_method(value, name)
-    method = getattr(value, name)
-    result = method(*args, **kwargs)
-    return Deferred(checked_future(method, result)) if is_async(method) else result
+
+    def call() -> Any:
+        value = rref.local_value()
+        allow_any = rref._references.agent.options.allow_pickle
+        method = getattr(value, name) if allow_any else exported_method(value, name)
+        result = method(*args, **kwargs)
+        return Deferred(checked_future(method, result)) if is_async(method) else result
+
+    return with_value(rref, call)
+
+
+def with_value(rref: RRef[Any], use: Callable[[], T]) -> T | Later:
+    """For what runs on the owner: uses the value now, or, without a thread that waits, when it has been made."""
+    when_ready = rref._references.until_made(rref._rref_id) if rref.is_owner() else None
+    return use() if when_ready is None else Later(when_ready, use)
 
 
 def receive_handle(references: References, fork: RRefFork, fork_id: GlobalId | None) -> RRef[Any]:

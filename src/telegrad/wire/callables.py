@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import importlib
+import inspect
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -19,27 +22,54 @@ F = TypeVar("F", bound=Callable[..., Any])
 MAIN_MODULES = ("__main__", "__mp_main__")
 
 _exported: dict[str, Callable[..., Any]] = {}
+_exported_methods: dict[type, frozenset[str]] = {}
 _names: dict[Any, str] = {}  # name_of, remembered: 0.3 us instead of 2
 _NAMES_KEPT = 4096
 _MAIN_SECONDS = 1.0  # how long a call waits for the main program to define its function
 
 
-def export(function: F | None = None, *, name: str | None = None) -> Any:
+def export(function: F | None = None, *, name: str | None = None, methods: Sequence[str] | None = None) -> Any:
     """Lets other workers call this function even where pickle is switched off.
 
     Use it bare, ``@rpc.export``, or give a short name that callers without the function's code can use,
     ``@rpc.export(name="forward")``.
+
+    On a class, it lets others make instances, and call methods of an instance through an RRef: the functions that the
+    class itself defines under a public name.  Inherited methods, attributes and properties are not exported.  To choose
+    the methods, name them, ``@rpc.export(methods=["forward", "state_dict"])``: then exactly these are exported,
+    inherited ones too.
     """
 
     def register(function: F) -> F:
         key = name or f"{function.__module__}:{function.__qualname__}"
         if _exported.setdefault(key, function) is not function and name is not None:
             raise UsageError(f"two functions are exported as {key!r}")
+        if isinstance(function, type):
+            _exported_methods[function] = _methods_to_export(function, methods)
+        elif methods is not None:
+            raise UsageError(f"export(methods=...) is for classes, and {function.__qualname__} is none")
         _exported[key] = function
         _names[function] = key
         return function
 
     return register if function is None else register(function)
+
+
+def _methods_to_export(kind: type, methods: Sequence[str] | None) -> frozenset[str]:
+    if methods is None:
+        own = vars(kind).items()
+        return frozenset(name for name, value in own if not name.startswith("_") and _is_method(value))
+    if isinstance(methods, str):
+        raise UsageError(f"export(methods=...) takes a list of names, not {methods!r}")
+    for name in methods:
+        found = inspect.getattr_static(kind, name, None)
+        if not callable(found) and not _is_method(found):
+            raise UsageError(f"export(methods=...): {kind.__qualname__} has no method {name!r}")
+    return frozenset(methods)
+
+
+def _is_method(value: object) -> bool:
+    return isinstance(value, (FunctionType, staticmethod, classmethod))
 
 
 def name_of(function: Any) -> str | None:
@@ -105,7 +135,7 @@ def resolve(name: str, allow_any: bool) -> Any:
     module_name, colon, path = name.partition(":")
     if not allow_any:
         if module_name == "torch" and path in _PLAIN_OPERATORS:
-            return getattr(torch, path)
+            return _without_out(getattr(torch, path))
         raise SerializationError(
             f"{name!r} is not exported here and this worker allows no other functions (allow_pickle=False): "
             "put @rpc.export on it over there"
@@ -147,24 +177,49 @@ _PLAIN_OPERATORS = frozenset(
 )
 
 
+@functools.cache
+def _without_out(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """The operator, which writes into none of its arguments."""
+
+    @functools.wraps(operator)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        if "out" in kwargs:
+            raise SerializationError(
+                f"torch.{operator.__name__} takes no out= from another worker (allow_pickle=False): use its result"
+            )
+        return operator(*args, **kwargs)
+
+    return plain
+
+
 # The same for methods of a tensor that another worker holds a reference to.
 _PLAIN_METHODS = _PLAIN_OPERATORS | frozenset(
     "size dim numel stride item tolist clone detach t view reshape transpose contiguous float double long".split()
 )
 
 
-def check_method(value: object, name: str) -> None:
-    """Refuses a method that a worker without pickle must not run for others: what a value's methods can reach is open,
-    so only classes that were exported let theirs be called."""
+def exported_method(value: object, name: str) -> Callable[..., Any]:
+    """A method that a worker without pickle runs for others: what other methods of a value can reach is open."""
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         if name in _PLAIN_METHODS:
-            return
+            return getattr(value, name)  # type: ignore[no-any-return]
         raise SerializationError(f"tensors let others call no {name!r} here (allow_pickle=False)")
-    if type(value) not in _exported.values() or name.startswith("_"):
+    exported = _exported_methods.get(kind)
+    if exported is None:
         raise SerializationError(
-            f"{type(value).__qualname__}.{name} is not for others to call here (allow_pickle=False): "
-            "put @rpc.export on the class over there; private methods stay private"
+            f"{kind.__qualname__}.{name} cannot be called by other workers here (allow_pickle=False): "
+            "put @rpc.export on the class over there"
         )
+    if name not in exported:
+        raise SerializationError(
+            f"{kind.__qualname__}.{name} is not exported here (allow_pickle=False): @rpc.export exports the public "
+            "functions that a class itself defines, no attributes, properties or inherited methods; "
+            f"name it in @rpc.export(methods=[...]) over there. Exported: {', '.join(sorted(exported)) or 'none'}"
+        )
+    # From the class: an attribute of the instance may have the same name.
+    method = inspect.getattr_static(kind, name)
+    return method.__get__(value, kind) if hasattr(method, "__get__") else method  # type: ignore[no-any-return]
 
 
 def exception_type(name: str, allow_any: bool) -> type[BaseException] | None:

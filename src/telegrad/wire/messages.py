@@ -26,7 +26,7 @@ The payloads of a Note are the RRef fork protocol (see ``rref.ledger``) and all 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -85,6 +85,20 @@ class RRefFork(_Record, frozen=True):
     lent: bool = False
 
 
+class Node(_Record, frozen=True):
+    """Plain data that the header codec has no type for: what it is, and its parts (see ``tree``).
+
+    The codec must never build a dict itself: a peer could choose keys that collide.
+    """
+
+    tag: int
+    parts: list[Tree]
+
+
+#: ``Ext`` holds bytes: the codec does not tell them from text in a union.
+Tree = None | bool | int | float | str | msgspec.msgpack.Ext | Node
+
+
 #: A buffer inside the header, the length of one that follows it, or one in memory that both see.
 Buffer = bytearray | Size | InPeer
 
@@ -92,13 +106,13 @@ Buffer = bytearray | Size | InPeer
 class Body(_Record, frozen=True):
     """A Python value on the wire: a plain ``tree``, or a pickle in ``buffers[pickle]``, over tables of big things."""
 
-    tree: Any = None
+    tree: Tree = None
     pickle: int = -1
     pickle_buffers: tuple[int, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     tensors: tuple[TensorMeta, ...] = ()
     rrefs: tuple[RRefFork, ...] = ()
-    extra: Any = None  # what the outgoing interceptor wants its twin to know
+    extra: list[int | list[int]] | None = None  # what the outgoing interceptor wants its twin to know
 
 
 EMPTY_BODY = Body()
@@ -108,11 +122,13 @@ EMPTY_BODY = Body()
 
 
 class Call(_Record, frozen=True, tag=1):
-    """Run a callable.  ``function`` is its name; empty when the callable itself is in the body."""
+    """Run a callable.  ``function`` is its name; empty when the callable itself comes along: as a pickle that is the
+    same in every call (see ``by_value``), or first in the body."""
 
     call_id: int
     function: str
     body: Body = EMPTY_BODY
+    pickled_function: bytes = b""
 
 
 class RemoteCall(_Record, frozen=True, tag=2):
@@ -123,6 +139,7 @@ class RemoteCall(_Record, frozen=True, tag=2):
     rref_id: GlobalId
     fork_id: GlobalId
     body: Body = EMPTY_BODY
+    pickled_function: bytes = b""
 
 
 class Fetch(_Record, frozen=True, tag=3):

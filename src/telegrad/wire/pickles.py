@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import io
 import pickle
 import threading
 from collections.abc import Sequence
-from types import FunctionType
+from types import AsyncGeneratorType, FunctionType, GeneratorType
 from typing import Any
 
 import torch
@@ -115,27 +116,21 @@ def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWrit
 
 
 def _cannot_pickle(value: Any, error: BaseException) -> SerializationError:
-    culprit = _culprit(value)
-    advice = ""
-    if isinstance(culprit, torch._C.Future):
-        advice = "; wait for the future over there, or let an async_execution function return it"
-    elif "torch.jit" in type(culprit).__module__:
-        advice = "; TorchScript cannot be sent, send the Python function"
-    return SerializationError(
-        f"cannot send a value of type {type(culprit).__qualname__}: {str(error) or type(error).__name__}{advice}"
-    )
+    reason = str(error) or type(error).__name__
+    return SerializationError(f"cannot send a value of type {type(value).__qualname__}: {reason}{advice_on(value)}")
 
 
-def _culprit(value: Any) -> Any:
-    """The part of a call's arguments that cannot be pickled, to name it."""
-    for part in value if type(value) in (tuple, list) else value.values() if type(value) is dict else ():
-        try:
-            _Pickler(io.BytesIO(), TreeWriter(), True, []).dump(part)
-        except RecursionError:
-            return value
-        except (Exception, SystemExit):
-            return _culprit(part)
-    return value
+def advice_on(value: Any) -> str:
+    """What to send in place of a value that cannot be sent."""
+    if isinstance(value, torch._C.Future):
+        return "; wait for the future over there, or let an async_execution function return it"
+    if isinstance(value, (GeneratorType, AsyncGeneratorType)):
+        return "; return a list, or an RRef to an object whose method gives the next item"
+    if inspect.isawaitable(value):
+        return "; make the function `async def` and await it there"
+    if "torch.jit" in type(value).__module__:
+        return "; TorchScript cannot be sent, send the Python function"
+    return ""
 
 
 def load(data: Any, buffers: list[Any], tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> Any:

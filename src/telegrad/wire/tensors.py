@@ -36,6 +36,8 @@ INLINE_BUDGET = 4 << 20  # of all buffers in one header
 _REQUIRES_GRAD, _PARAMETER, _CONJUGATE, _NEGATIVE, _COALESCED, _GAPS = 1, 2, 4, 8, 16, 32
 _STRIDED, _COO, _COMPRESSED, _QUANTIZED, _QUANTIZED_CHANNELS, _META = range(6)
 
+_MOST_ELEMENTS = 2**63 - 1
+
 #: Tensor classes that are rebuilt from the table; any other subclass goes through pickle as its class says.
 TABLE_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -78,6 +80,9 @@ class Packed:
         self.slabs: list[Slab] = []
         self._budget = INLINE_BUDGET
         self._lane = lane
+
+    def clear(self) -> None:
+        self.__init__(self._lane)  # type: ignore[misc]
 
     def inlines(self, size: int) -> bool:
         """Whether a buffer of that size rides inside the header; if so, it is counted."""
@@ -244,7 +249,7 @@ def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any], recorded: bool =
 
 
 def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor], recorded: bool) -> Tensor:
-    if meta.flags <= _REQUIRES_GRAD and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
+    if 0 <= meta.flags <= _REQUIRES_GRAD and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
         # The hot path, as in _pack_one.
         numpy_dtype = NUMPY_DTYPES[meta.dtype] if 0 <= meta.dtype < len(NUMPY_DTYPES) else None
         buffer = buffers[meta.buffer]
@@ -257,6 +262,7 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
     if dtype in QUANTIZED_DTYPES and meta.layout not in (_QUANTIZED, _QUANTIZED_CHANNELS):
         raise SerializationError(f"{dtype} came without a scale")  # torch would crash
     flags = meta.flags
+    _check_meta(meta, dtype)
     if meta.layout == _STRIDED:
         if meta.stride is None:
             tensor = _contiguous(dtype, meta.shape, buffers[meta.buffer])
@@ -282,6 +288,21 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
     # Where gradients are off, a result needs none, as if it had been computed here.
     return tensor.requires_grad_() if flags & _REQUIRES_GRAD and torch.is_grad_enabled() else tensor
+
+
+def _check_meta(meta: TensorMeta, dtype: torch.dtype) -> None:
+    """Refuses what the packing side never sends: torch crashes on a quantised tensor with a conjugate bit, say."""
+    if math.prod(meta.shape) > _MOST_ELEMENTS:
+        raise SerializationError(f"a tensor of shape {meta.shape} has more elements than torch can count")
+    allowed = _REQUIRES_GRAD | _PARAMETER
+    if meta.layout == _STRIDED:
+        allowed |= _GAPS
+        if dtype.is_complex or dtype.is_floating_point:
+            allowed |= _CONJUGATE | _NEGATIVE
+    elif meta.layout == _COO:
+        allowed |= _COALESCED
+    if meta.flags & ~allowed:
+        raise SerializationError(f"a {dtype} tensor with layout code {meta.layout} cannot have flags {meta.flags}")
 
 
 def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> Tensor:
@@ -333,12 +354,18 @@ def _checked_stride(meta: TensorMeta) -> tuple[int, ...]:
 
 
 def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
-    parts = unpack(meta.parts, buffers)
     if any(part.layout != _STRIDED for part in meta.parts):
         raise SerializationError("a part of a tensor has parts itself")
+    if any(part.flags & (_REQUIRES_GRAD | _PARAMETER) or part.device is not None for part in meta.parts):
+        raise SerializationError("a part of a tensor has a gradient or a device of its own")
+    parts = unpack(meta.parts, buffers)
     if any(part.nbytes > part.untyped_storage().nbytes() for part in parts):
         # torch copies and searches the parts, and an expanded tensor can be far larger than what came.
         raise SerializationError("a part of a tensor repeats its bytes")
+    # torch checks indices once and then trusts them.  The received memory may be shared, with another tensor of the
+    # same message or with the sender, so all parts but the elements themselves are copied before they are checked.
+    elements = 0 if meta.layout in (_QUANTIZED, _QUANTIZED_CHANNELS) else len(parts) - 1
+    parts = [part if index == elements else part.clone() for index, part in enumerate(parts)]
     if meta.layout == _COO:
         coalesced = bool(meta.flags & _COALESCED)
         return torch.sparse_coo_tensor(parts[0], parts[1], meta.shape, is_coalesced=coalesced, check_invariants=True)
@@ -347,6 +374,7 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
         outer, inner, values = parts
         if layout in (torch.sparse_bsr, torch.sparse_bsc) and 0 in values.shape[outer.dim() : outer.dim() + 2]:
             raise SerializationError("a sparse tensor has blocks without elements")  # torch would divide by their size
+        _check_compressed_indices(outer, inner)
         return torch.sparse_compressed_tensor(
             outer, inner, values, size=meta.shape, layout=layout, check_invariants=True
         )
@@ -359,6 +387,20 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
             raise SerializationError(f"{len(scales)} scales for axis {axis} of a tensor of shape {meta.shape}")
         return torch._make_per_channel_quantized_tensor(values, scales, zeros, axis)
     raise SerializationError(f"unknown tensor layout code {meta.layout}")
+
+
+def _check_compressed_indices(outer: Tensor, inner: Tensor) -> None:
+    """torch's own check reads ``inner[outer[i] : outer[i + 1]]`` before it knows that these are in range."""
+    stored = inner.shape[-1] if inner.dim() else 0
+    if (
+        outer.dim() == 0
+        or outer.shape[-1] == 0
+        or outer.shape[:-1] != inner.shape[:-1]
+        or (outer[..., 0] != 0).any()
+        or (outer[..., -1] != stored).any()
+        or (outer[..., 1:] < outer[..., :-1]).any()
+    ):
+        raise SerializationError(f"the indices of a sparse tensor do not describe its {stored} elements")
 
 
 def no_device_map(device: torch.device) -> str | None:

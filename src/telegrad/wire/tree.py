@@ -1,20 +1,25 @@
 """Plain data as a tree that the header codec writes, and that cannot execute anything when it is read.
 
-Scalars stand for themselves; everything else is a list that begins with its tag.  Tensors and references are numbers
-into the tables beside the tree.
+Scalars stand for themselves; everything else is a :class:`Node` with its tag and its parts.  Tensors and references are
+numbers into the tables beside the tree.
+
+Hashes of numbers and tuples are the same in every process, so a peer can choose keys that collide and make a dict take
+seconds to build.  Building one may take 10 microseconds of CPU time for each key, 50 times what it needs.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from msgspec.msgpack import Ext
 from torch import Tensor
 
 from telegrad.errors import SerializationError
 from telegrad.wire.dtypes import DTYPE_CODES, DTYPES
-from telegrad.wire.messages import RRefFork
+from telegrad.wire.messages import Node, RRefFork, Tree
 
 
 class Reference(Protocol):
@@ -29,9 +34,14 @@ class NotPlain(Exception):
     """Something in the value needs pickle."""
 
 
-_SCALARS = frozenset((type(None), bool, int, float, str, bytes))
+_SCALARS = frozenset((type(None), bool, int, float, str))
+_BYTES = 0  # the only kind of Ext
 _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _RREF, _COMPLEX = range(8)
-_DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE, _BIG_INT = range(8, 16)
+_DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE = range(8, 15)
+
+_KEYS_AT_ONCE = 128  # keys that may all collide: 0.2 ms
+_SECONDS_PER_KEY = 10e-6
+_SECONDS_TO_SPARE = 0.05  # for a garbage collection, a resize of a big table
 
 
 class TreeWriter:
@@ -56,28 +66,25 @@ class TreeWriter:
         self.rrefs.append(reference)
         return len(self.rrefs) - 1
 
-    def write(self, value: Any) -> Any:
+    def write(self, value: Any) -> Tree:
         kind = type(value)
         if kind in _SCALARS:
-            return value
+            return value  # type: ignore[no-any-return]
         if kind is Tensor:  # these two come with every call, and are not looked up
-            return [_TENSOR, self.tensor(value)]
+            return Node(_TENSOR, [self.tensor(value)])
         if kind is tuple:
             return self.items(_TUPLE, value)
         writer = _WRITERS.get(kind)
         if writer is not None:
             return writer(self, value)
         if hasattr(kind, "__telegrad_share__"):
-            return [_RREF, self.rref(value)]
+            return Node(_RREF, [self.rref(value)])
         raise NotPlain
 
-    def items(self, tag: int, values: Iterable[Any]) -> list[Any]:
-        node: list[Any] = [tag]
-        for value in values:
-            node.append(value if type(value) in _SCALARS else self.write(value))
-        return node
+    def items(self, tag: int, values: Iterable[Any]) -> Node:
+        return Node(tag, [value if type(value) in _SCALARS else self.write(value) for value in values])
 
-    def mutable(self, tag: int, value: Any, values: Iterable[Any]) -> list[Any]:
+    def mutable(self, tag: int, value: Any, values: Iterable[Any]) -> Node:
         # A container that occurs twice (or in itself) must stay one object: pickle can say that, the tree cannot.
         if id(value) in self.seen:
             raise NotPlain
@@ -85,20 +92,21 @@ class TreeWriter:
         return self.items(tag, values)
 
 
-_WRITERS: dict[type, Callable[[TreeWriter, Any], Any]] = {
+_WRITERS: dict[type, Callable[[TreeWriter, Any], Tree]] = {
+    bytes: lambda w, v: Ext(_BYTES, v),
     list: lambda w, v: w.mutable(_LIST, v, v),
     dict: lambda w, v: w.mutable(_DICT, v, [part for item in v.items() for part in item]),
     set: lambda w, v: w.mutable(_SET, v, v),
     frozenset: lambda w, v: w.items(_FROZENSET, v),
-    torch.nn.Parameter: lambda w, v: [_TENSOR, w.tensor(v)],
-    complex: lambda w, v: [_COMPLEX, v.real, v.imag],
-    torch.dtype: lambda w, v: [_DTYPE, DTYPE_CODES[v]],
-    torch.device: lambda w, v: [_DEVICE, str(v)],
-    torch.Size: lambda w, v: [_SIZE, *v],
+    torch.nn.Parameter: lambda w, v: Node(_TENSOR, [w.tensor(v)]),
+    complex: lambda w, v: Node(_COMPLEX, [v.real, v.imag]),
+    torch.dtype: lambda w, v: Node(_DTYPE, [DTYPE_CODES[v]]),
+    torch.device: lambda w, v: Node(_DEVICE, [str(v)]),
+    torch.Size: lambda w, v: Node(_SIZE, list(v)),
     bytearray: lambda w, v: w.mutable(_BYTEARRAY, v, (bytes(v),)),
     slice: lambda w, v: w.items(_SLICE, (v.start, v.stop, v.step)),
-    type(...): lambda w, v: [_ELLIPSIS],
-    range: lambda w, v: [_RANGE, v.start, v.stop, v.step],
+    type(...): lambda w, v: Node(_ELLIPSIS, []),
+    range: lambda w, v: Node(_RANGE, [v.start, v.stop, v.step]),
 }
 
 
@@ -109,43 +117,74 @@ class TreeReader:
         self.tensors = tensors
         self.rrefs = rrefs
 
-    def read(self, node: Any) -> Any:
-        if type(node) is not list:
-            return node
-        try:
-            reader = _READERS[node[0]]
-        except (IndexError, KeyError, TypeError):
-            raise SerializationError("a body holds a node of unknown kind") from None
-        return reader(self, node)
+    def read(self, node: Tree) -> Any:
+        if type(node) is Node:
+            reader = _READERS.get(node.tag)
+            if reader is None:
+                raise SerializationError("a body holds a node of unknown kind")
+            return reader(self, node.parts)
+        if type(node) is Ext:
+            if node.code != _BYTES:
+                raise SerializationError("a body holds bytes of unknown kind")
+            return bytes(node.data)
+        return node
 
-    def items(self, node: list[Any]) -> list[Any]:
+    def items(self, parts: list[Any]) -> list[Any]:
         read = self.read
-        return [read(part) if type(part) is list else part for part in node[1:]]
+        return [part if type(part) in _SCALARS else read(part) for part in parts]
 
 
-def _read_dict(reader: TreeReader, node: list[Any]) -> dict[Any, Any]:
-    parts = iter(reader.items(node))
-    return dict(zip(parts, parts, strict=True))
+def _read_dict(reader: TreeReader, parts: list[Any]) -> dict[Any, Any]:
+    if len(parts) % 2:
+        raise SerializationError("a body holds a dict with a key without a value")
+    items = reader.items(parts)
+    keys, values = items[::2], items[1::2]
+    if len(keys) <= _KEYS_AT_ONCE:
+        return dict(zip(keys, values, strict=True))
+    built: dict[Any, Any] = {}
+    _insert_all(len(keys), lambda chunk: built.update(zip(keys[chunk], values[chunk], strict=True)))
+    return built
 
 
-def _read_bytearray(_: TreeReader, node: list[Any]) -> bytearray:
-    return bytearray(memoryview(node[1]))  # of a number, bytearray would make that many zeros
+def _read_set(reader: TreeReader, parts: list[Any]) -> set[Any]:
+    items = reader.items(parts)
+    if len(items) <= _KEYS_AT_ONCE:
+        return set(items)
+    built: set[Any] = set()
+    _insert_all(len(items), lambda chunk: built.update(items[chunk]))
+    return built
+
+
+def _insert_all(count: int, insert: Callable[[slice], None]) -> None:
+    """Inserts keys in chunks; stops when they take far longer than keys of any honest program."""
+    start = time.thread_time()
+    for first in range(0, count, _KEYS_AT_ONCE):
+        insert(slice(first, first + _KEYS_AT_ONCE))
+        if time.thread_time() - start > first * _SECONDS_PER_KEY + _SECONDS_TO_SPARE:
+            raise SerializationError(
+                f"the keys of a dict or set collide: the first {first + _KEYS_AT_ONCE:,} of {count:,} took "
+                f"{time.thread_time() - start:.2f} s to insert. Send them as a list"
+            )
+
+
+def _read_bytearray(reader: TreeReader, parts: list[Any]) -> bytearray:
+    return bytearray(memoryview(reader.read(parts[0])))  # of a number, bytearray would make that many zeros
 
 
 _READERS: dict[int, Callable[[TreeReader, list[Any]], Any]] = {
     _LIST: TreeReader.items,
     _TUPLE: lambda r, n: tuple(r.items(n)),
     _DICT: _read_dict,
-    _SET: lambda r, n: set(r.items(n)),
-    _FROZENSET: lambda r, n: frozenset(r.items(n)),
-    _TENSOR: lambda r, n: r.tensors[n[1]],
-    _RREF: lambda r, n: r.rrefs[n[1]],
-    _COMPLEX: lambda r, n: complex(n[1], n[2]),
-    _DTYPE: lambda r, n: DTYPES[n[1]],
-    _DEVICE: lambda r, n: torch.device(n[1]),
-    _SIZE: lambda r, n: torch.Size(n[1:]),
+    _SET: _read_set,
+    _FROZENSET: lambda r, n: frozenset(_read_set(r, n)),
+    _TENSOR: lambda r, n: r.tensors[n[0]],
+    _RREF: lambda r, n: r.rrefs[n[0]],
+    _COMPLEX: lambda r, n: complex(n[0], n[1]),
+    _DTYPE: lambda r, n: DTYPES[n[0]],
+    _DEVICE: lambda r, n: torch.device(n[0]),
+    _SIZE: lambda r, n: torch.Size(n),
     _BYTEARRAY: _read_bytearray,
     _SLICE: lambda r, n: slice(*r.items(n)),
     _ELLIPSIS: lambda r, n: ...,
-    _RANGE: lambda r, n: range(*n[1:]),
+    _RANGE: lambda r, n: range(*n),
 }

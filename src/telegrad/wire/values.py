@@ -7,16 +7,17 @@ which only an authenticated peer's bytes ever reach, and which ``allow_pickle=Fa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from telegrad.errors import SerializationError, TelegradError
 from telegrad.wire.frames import MAX_HEADER
 from telegrad.wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
-from telegrad.wire.pickles import dump, load
+from telegrad.wire.pickles import advice_on, dump, load
 from telegrad.wire.tensors import DeviceMap, Lane, NotInTable, Packed, Slab, in_table, no_device_map
 from telegrad.wire.tensors import pack as pack_tensors
 from telegrad.wire.tensors import unpack as unpack_tensors
@@ -58,37 +59,87 @@ def pack(
     ``answered``: it is the body of a request, so references may be lent to their owner instead of shared.
     """
     packed = Packed(lane)
+    try:
+        writer, body = _write(value, route, encode_tree, packed)
+    except SerializationError as error:
+        raise _located(value, route, encode_tree, error) from error.__cause__
+    if not writer.rrefs:
+        return Parcel(body, packed.stream, packed.slabs)
+    # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
+    rrefs = _share(writer.rrefs, route.to, answered)
+    lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
+    return Parcel(msgspec.structs.replace(body, rrefs=rrefs), packed.stream, packed.slabs, lent)
+
+
+def _write(value: Any, route: Route, encode_tree: Callable[[Any], bytes], packed: Packed) -> tuple[TreeWriter, Body]:
+    """A body without its references."""
+    pickle_index = -1
     pickle_buffers: tuple[int, ...] = ()
-    extra: Any = None
     try:
         writer = TreeWriter()
         tree = writer.write(value)
         if len(encode_tree(tree)) > MAX_HEADER // 2:
             raise NotPlain  # the header has no room for it; a pickle goes beside the header
         metas, extra = _pack_tensors(writer.tensors, packed, route)
-        pickle_index = -1
     except (NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
             raise
         if not route.allow_pickle:
             raise SerializationError(
                 f"cannot send a value of type {type(value).__qualname__} without pickle (allow_pickle=False): "
-                "only plain data, tensors and references can go"
+                f"only plain data, tensors and references can go{advice_on(value)}"
             ) from reason
         tree = None
-        packed = Packed(lane)
+        packed.clear()
         writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
         pickle_index = packed.add(data)
         pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
         metas, extra = _pack_tensors(writer.tensors, packed, route)
-    # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
-    rrefs: tuple[RRefFork, ...] = ()
-    lent: Sequence[Reference] = ()
-    if writer.rrefs:
-        rrefs = _share(writer.rrefs, route.to, answered)
-        lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
-    body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, rrefs, extra)  # type: ignore[arg-type]
-    return Parcel(body, packed.stream, packed.slabs, lent)
+    body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, (), extra)  # type: ignore[arg-type]
+    return writer, body
+
+
+_DEEPEST_PATH = 16
+
+
+def _located(
+    value: Any, route: Route, encode_tree: Callable[[Any], bytes], error: SerializationError
+) -> SerializationError:
+    """The error of the smallest part of the value that cannot be sent, with the path to it."""
+    route = replace(route, outgoing=None)
+    path: list[str] = []
+    while len(path) < _DEEPEST_PATH:
+        for step, part in _parts_of(value, route.allow_pickle):
+            try:
+                _write(part, route, encode_tree, Packed())
+            except SerializationError as problem:
+                path.append(step)
+                value, error = part, problem
+                break
+            except Exception:
+                continue
+        else:
+            break
+    error.path = tuple(path)
+    return error
+
+
+def _parts_of(value: Any, pickled: bool) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (list, tuple)):
+        for index, part in enumerate(value):
+            yield f"[{index}]", part
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield f"[{key!r}]", part
+    elif pickled and not callable(value) and _goes_by_attributes(type(value)):
+        for name, part in vars(value).items():
+            yield f".{name}", part
+
+
+def _goes_by_attributes(kind: Any) -> bool:
+    """Whether pickle takes an object apart into its ``__dict__``."""
+    own = [getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")]
+    return all(own) and "__dict__" in dir(kind)
 
 
 class Bundle:
@@ -151,8 +202,8 @@ def unpack(
     """The value of a body whose buffers have all arrived and whose tensors and references are rebuilt."""
     if body.pickle < 0:
         tree = body.tree
-        if type(tree) is not list:
-            return list(tensors) if tree is None and tensors else tree
+        if tree is None:
+            return list(tensors) or None
         try:
             return TreeReader(tensors, rrefs).read(tree)
         except SerializationError:
