@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from support import PATIENCE
 from telegrad._text import printable
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
@@ -300,17 +301,17 @@ def reaches(host: str, port: int) -> bool:
 
 def test_without_a_secret_the_store_is_served_on_loopback_only(port: int) -> None:
     """Every address of 127.0.0.0/8 is this host's, and a server that listens on all addresses answers there too."""
-    store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5, local=True)
+    store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=True)
     assert reaches("127.0.0.1", port)
     assert not reaches("127.0.0.2", port)
-    client = open_store(f"tcp://127.0.0.1:{port}", 1, 2, 5, local=True)
+    client = open_store(f"tcp://127.0.0.1:{port}", 1, 2, PATIENCE, local=True)
     store.set("key", "value")
     assert client.get("key") == "value"
     client.close()
 
 
 def test_with_a_secret_the_store_is_served_on_all_addresses(port: int) -> None:
-    store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5, local=False)
+    store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=False)
     assert reaches("127.0.0.2", port)
     del store
 
@@ -318,7 +319,7 @@ def test_with_a_secret_the_store_is_served_on_all_addresses(port: int) -> None:
 def test_the_name_of_this_host_means_loopback(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
     monkeypatch.setenv("MASTER_PORT", str(port))
-    store = open_store("env://", 0, 2, 5, local=True)
+    store = open_store("env://", 0, 2, PATIENCE, local=True)
     assert reaches("127.0.0.1", port)
     assert not reaches("127.0.0.2", port)
     del store
@@ -327,16 +328,16 @@ def test_the_name_of_this_host_means_loopback(port: int, monkeypatch: pytest.Mon
 def test_without_a_secret_another_host_is_refused() -> None:
     for rank in (0, 1):
         with pytest.raises(RendezvousError, match=r"192\.0\.2\.1:80 is on another host.*set the same TELEGRAD_SECRET"):
-            open_store("tcp://192.0.2.1:80", rank, 2, 5, local=True)
+            open_store("tcp://192.0.2.1:80", rank, 2, PATIENCE, local=True)
 
 
 @pytest.mark.parametrize("first", ["telegrad", "process group"])
 def test_the_process_group_of_the_job_shares_the_port(port: int, first: str) -> None:
     def of_group() -> TCPStore:
-        return TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=5), False, multi_tenant=True)
+        return TCPStore("127.0.0.1", port, 2, True, timedelta(seconds=PATIENCE), False, multi_tenant=True)
 
     def of_telegrad() -> JobStore:
-        return open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5, local=True)
+        return open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=True)
 
     group: TCPStore
     if first == "telegrad":
@@ -353,8 +354,8 @@ def descriptors() -> int:
 
 def test_a_store_leaves_no_descriptor_behind(port: int) -> None:
     def cycle() -> None:
-        store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5, local=True)
-        client = open_store(f"tcp://127.0.0.1:{port}", 1, 2, 5, local=True)
+        store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=True)
+        client = open_store(f"tcp://127.0.0.1:{port}", 1, 2, PATIENCE, local=True)
         client.close()
         del store, client
         with socket.socket() as other:
@@ -362,7 +363,7 @@ def test_a_store_leaves_no_descriptor_behind(port: int) -> None:
             other.bind(("127.0.0.1", port))
             other.listen()
             with pytest.raises(RendezvousError, match="is in use, by another job"):
-                open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5, local=True)
+                open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=True)
 
     cycle()
     before = descriptors()
@@ -374,8 +375,8 @@ def test_a_store_leaves_no_descriptor_behind(port: int) -> None:
 def test_a_store_whose_server_is_gone_says_so_and_torch_prints_nothing(
     port: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    server = open_store(f"tcp://127.0.0.1:{port}", 0, 2, 5, local=True)
-    client = open_store(f"tcp://127.0.0.1:{port}", 1, 2, 5, local=True)
+    server = open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=True)
+    client = open_store(f"tcp://127.0.0.1:{port}", 1, 2, PATIENCE, local=True)
     client.set("key", "value")
     del server  # its destructor ends the server's thread, which closes all connections
     asks: list[Callable[[], object]] = [
