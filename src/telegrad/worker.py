@@ -63,8 +63,8 @@ class Worker:
         self.references.worker = self
         self.autograd = Engine(self.agent)
         self._leader = BarrierLeader(self.agent)
-        self._on_close: list[Callable[[], None]] = []
-        self.on_fork: list[Callable[[], None]] = []  # what to do in a forked child
+        self._on_close: list[Callable[[], None]] = [self.autograd.close]
+        self.on_fork: list[Callable[[], None]] = [self.autograd.close]  # what to do in a forked child
         self.keep: tuple[Any, ...] = ()  # what must live as long as the worker
         self.closed = False
         self.add_peer(me)

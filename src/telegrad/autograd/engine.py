@@ -68,7 +68,7 @@ class Engine:
         self._me = agent.me.worker_id
         self.registry = Registry(self._me)
         self.attach = Attach(self.registry, self._is_gone)
-        watch()
+        self._ddp_watch = watch()
         self.leaves = Leaves()
         self.swapping = self.leaves.swapping
         self._runner = Runner(agent, self._fail, self._lost, self.leaves)
@@ -91,6 +91,10 @@ class Engine:
             DropContext: self._on_drop,
             TellMe: self._on_tell_me,
         }
+
+    def close(self) -> None:
+        """Undoes what was registered with torch."""
+        self._ddp_watch.remove()
 
     # --- backward, on the worker that calls it ------------------------------------------------------------------
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parallel import DistributedDataParallel
 
 from telegrad.autograd.context import Context
 from telegrad.autograd.functions import Recv, SendRpc
 from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
-from telegrad.autograd.reducers import Reduction, any_known, reducing
+from telegrad.autograd.reducers import Reduction, reduced_parameters
 from telegrad.errors import UsageError
 from telegrad.wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
 
@@ -55,6 +56,7 @@ class Pass:
         self.timeout = 0.0
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self.reductions: dict[int, Reduction] = {}  # by module
+        self._held_back: dict[int, Reduction] = {}  # by id of a leaf: where its gradient goes before the context
         self._surveyed = False
         self._plan: Plan | None = None
         self._explorer: Explorer | None = None
@@ -83,15 +85,16 @@ class Pass:
             sources.append((message_id, [(node, 0) for node in send.parts]))
         units, nodes = survey(sources)
         self.local.surveyed(units)
-        if any_known():
-            self._find_reductions()
+        if reduced := reduced_parameters():
+            self._find_reductions(reduced)
         if len(nodes) > DEEP:
             self.context.keep_graph([node for _, edges in sources for node, _ in edges if node is not None], nodes)
 
-    def _find_reductions(self) -> None:
+    def _find_reductions(self, reduced: dict[int, DistributedDataParallel]) -> None:
         for job in self.local.jobs:
             for leaf in job.unit.leaves:
-                module = reducing(leaf.variable)  # type: ignore[attr-defined]
+                parameter = id(leaf.variable)  # type: ignore[attr-defined]
+                module = reduced.get(parameter)
                 if module is None:
                     continue
                 if self.head.create_graph:
@@ -99,6 +102,7 @@ class Pass:
                 if id(module) not in self.reductions:
                     self.reductions[id(module)] = Reduction(module)
                 self.reductions[id(module)].waits_for.add(job)
+                self._held_back[parameter] = self.reductions[id(module)]
 
     def reductions_after(self, jobs: Sequence[Job]) -> list[Reduction]:
         """These jobs are done; the modules whose leaves can get no more.  Under the lock."""
@@ -111,12 +115,12 @@ class Pass:
 
     def add_gradient(self, leaf: Tensor, gradient: Tensor) -> bool:
         """Adds to what a leaf got; False if it is held back."""
-        module = reducing(leaf) if self.reductions else None
-        if module is None:
+        reduction = self._held_back.get(id(leaf))
+        if reduction is None:
             self.context.add_gradient(leaf, gradient)
             return True
         with self.lock:
-            self.reductions[id(module)].add(leaf, gradient)
+            reduction.add(leaf, gradient)
         return False
 
     def explore(self, edges: Sequence[Edge]) -> dict[int, dict[int, set[int]]]:
