@@ -57,7 +57,7 @@ class Worker:
         self._timeout = options.timeout
         self._make_route = make_route
         self._dial = dial
-        self.agent = Agent(me, options, self._dial_peer, lambda: adopt(self))
+        self.agent = Agent(me, options, self._dial_peer, self._on_thread_start)
         self.agent.handlers[Call] = lambda link, frame: run_call(self.agent, link, frame)
         self.references = References(self.agent, receive_handle)
         self.references.worker = self
@@ -88,6 +88,15 @@ class Worker:
             peer.accepted.add(there)
             return here
         return self._dial(agent, peer)
+
+    def _on_thread_start(self) -> None:
+        """Runs first on each thread of the pool.
+
+        torch keeps the weights that autocast has cast in one cache for all threads, so calls that run at the same time
+        would share them, and their gradients would meet in the low precision.  The switch is the thread's own.
+        """
+        adopt(self)
+        torch.set_autocast_cache_enabled(False)
 
     def start(self) -> None:
         self.agent.start()
