@@ -47,7 +47,7 @@ LAYERS = [line.split() for line in """
     telegrad.rref.ledger
     telegrad.rref.references
     telegrad.rref.rref
-    telegrad.autograd.diffusion  telegrad.autograd.functions
+    telegrad.autograd.diffusion  telegrad.autograd.functions  telegrad.autograd.missing_context
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
     telegrad.autograd.attach  telegrad.autograd.local_pass  telegrad.autograd.reducers
     telegrad.autograd.passes

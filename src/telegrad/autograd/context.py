@@ -212,6 +212,11 @@ class Registry:
         with self._lock:
             self._known.pop(context_id, None)
 
+    @property
+    def has_own(self) -> bool:
+        """Whether a thread of this worker is inside a context that it has made."""
+        return bool(self.of_creator(self._worker))
+
     def of_creator(self, worker: int) -> list[int]:
         with self._lock:
             return [context_id for context_id in self._known if context_id >> _WORKER_SHIFT == worker]

@@ -67,7 +67,7 @@ class Engine:
         self._agent = agent
         self._me = agent.me.worker_id
         self.registry = Registry(self._me)
-        self.attach = Attach(self.registry, self._is_gone)
+        self.attach = Attach(self.registry, self._is_gone, self._name, agent.pool.runs_here)
         self._ddp_watch = watch()
         self.leaves = Leaves()
         self.swapping = self.leaves.swapping
@@ -77,6 +77,7 @@ class Engine:
         self._lock = threading.Lock()
         self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
         agent.bodies.incoming = self.attach.incoming
+        agent.answer_opened = self.attach.answered
         agent.lost_handlers.append(self._worker_lost)
         agent.mail.light.add(DropContext)
         agent.mail.handlers |= {

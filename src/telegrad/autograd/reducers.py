@@ -59,8 +59,11 @@ def _note(module: DistributedDataParallel) -> None:
         _modules = alive
 
 
-def _with_subclasses(cls: type) -> list[type]:
-    return [cls, *(each for direct in cls.__subclasses__() for each in _with_subclasses(direct))]
+def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
+    found = [kind]
+    for subclass in kind.__subclasses__():
+        found += _with_subclasses(subclass)
+    return found
 
 
 def reduced_parameters() -> dict[int, DistributedDataParallel]:
