@@ -1780,9 +1780,8 @@ class Give(torch.autograd.Function):
         return ctx.make(), None
 
 
-def values_kept() -> Tensor:
-    made = sparse()
-    KEPT["gradient"] = made._values()
+def sparse_kept() -> Tensor:
+    made = KEPT["gradient"] = sparse()
     return made
 
 
@@ -1792,13 +1791,50 @@ def view_kept() -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("make", [values_kept, view_kept])
+def dlpack_kept() -> Tensor:
+    made = sparse().to_dense()
+    KEPT["gradient"] = torch.utils.dlpack.to_dlpack(made)
+    return made
+
+
+@pytest.mark.parametrize("make", [sparse_kept, view_kept, dlpack_kept])
 def test_what_a_function_kept_of_a_gradient_does_not_change_with_it(trio: Cluster, make: Any) -> None:
     leaf = torch.ones(4, 2, requires_grad=True)
     with autograd.context() as context_id:
         autograd.backward(context_id, [Give.apply(leaf, make).sum()])
         autograd.get_gradients(context_id)[leaf].neg_()
-    assert (KEPT.pop("gradient") == 2).all()
+    kept = KEPT.pop("gradient")
+    tensor = kept if isinstance(kept, Tensor) else torch.utils.dlpack.from_dlpack(kept)
+    assert set(tensor.to_dense().unique().tolist()) <= {0.0, 2.0}
+
+
+def values_kept() -> Tensor:
+    made = sparse()
+    KEPT["gradient"] = made._values()
+    return made
+
+
+def address_kept() -> Tensor:
+    made = sparse().to_dense()
+    KEPT["address"] = made.data_ptr()
+    return made
+
+
+@pytest.mark.parametrize("make", [values_kept, address_kept])
+def test_a_gradient_that_nothing_else_holds_is_taken_over_as_it_is_locally(trio: Cluster, make: Any) -> None:
+    def address(gradient: Tensor) -> int:
+        return (gradient._values() if gradient.is_sparse else gradient).data_ptr()
+
+    def made_at() -> int:
+        return KEPT.pop("address") if "address" in KEPT else KEPT.pop("gradient").data_ptr()
+
+    leaf = torch.ones(4, 2, requires_grad=True)
+    Give.apply(leaf, make).sum().backward()
+    assert leaf.grad is not None
+    assert address(leaf.grad) == made_at()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [Give.apply(leaf, make).sum()])
+        assert address(autograd.get_gradients(context_id)[leaf]) == made_at()
 
 
 def made_by_inference() -> Tensor:

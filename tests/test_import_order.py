@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 # One line is one layer; modules of one layer do not import each other.  A new module needs a place in here.
 LAYERS = [line.split() for line in """
     telegrad
-    telegrad.errors  telegrad.ids
+    telegrad._torch  telegrad.errors  telegrad.ids
     telegrad.wire
     telegrad.wire.messages
     telegrad.wire.codec  telegrad.wire.frames  telegrad.wire.callables  telegrad.wire.dtypes  telegrad.wire.regions

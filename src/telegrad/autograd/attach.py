@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad._torch import mark_as_parameter
 from telegrad.autograd.context import Context, Registry, Scope, Send, current_context
 from telegrad.autograd.functions import Recv, receive, send_node
 from telegrad.autograd.missing_context import thread_warning_given, warn_of_result, warn_of_thread
@@ -125,4 +126,4 @@ def _receive_all(recv: Recv, tensors: list[Tensor], indices: Sequence[int]) -> N
         tensor = tensors[index]
         received = tensors[index] = receive(recv, part, tensor)
         if type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter):
-            received._is_param = True  # so that it still passes for one
+            mark_as_parameter(received)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad._torch import input_metadata
 from telegrad.errors import UnknownWorkerError, UsageError
 from telegrad.ids import GlobalId
 
@@ -31,7 +32,7 @@ class Send:
     def describe(self, part: int) -> str:
         """What was sent, as torch's graph remembers it."""
         node, output = self.parts[part].next_functions[0]
-        metadata: Any = node._input_metadata[output] if node is not None else None
+        metadata = input_metadata(node, output) if node is not None else None
         what = f"{str(metadata.dtype).removeprefix('torch.')}{list(metadata.shape)}" if metadata else "a tensor"
         return f"{what} of {type(node).__name__}"
 

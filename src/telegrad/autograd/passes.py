@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
+from telegrad._torch import input_metadata, sequence_number, set_sequence_number
 from telegrad.autograd.context import Context
-from telegrad.autograd.functions import Recv, SendRpc
+from telegrad.autograd.functions import SEND_NODE, Recv
 from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
@@ -57,6 +58,7 @@ class Pass:
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self.reductions: dict[int, Reduction] = {}  # by module
         self._held_back: dict[int, Reduction] = {}  # by id of a leaf: where its gradient goes before the context
+        self.memory_in_use: set[int] = set()  # addresses of gradients that were sent, or that a leaf has taken over
         self._surveyed = False
         self._plan: Plan | None = None
         self._explorer: Explorer | None = None
@@ -296,7 +298,7 @@ class Pass:
         node, output = self.context.sends[message_id].parts[part].next_functions[0]
         if node is None:
             return None
-        metadata: Any = node._input_metadata[output]
+        metadata = input_metadata(node, output)
         return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
     @property
@@ -349,7 +351,7 @@ class Pass:
 
 
 _NOTHING = torch.zeros(())  # what a gate is started with
-_SEND: Any = SendRpc._backward_cls
+_SEND: Any = SEND_NODE
 
 
 # Numbers that decide in which order torch's engine runs what is ready: the highest first.  Each is a function of what
@@ -362,11 +364,11 @@ def _put_gates_last(unit: Unit, gates: Sequence[Any]) -> None:
     """Lets torch's engine come to a send only when nothing else is left to do, and to the newest first."""
     for gate in gates:
         message_id, part = gate.sent
-        gate._set_sequence_nr(message_id << 12 | min(part, 0xFFF))
+        set_sequence_number(gate, message_id << 12 | min(part, 0xFFF))
     for node in unit.nodes:
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if number < _GATES_BELOW and type(node) is not _SEND:
-            node._set_sequence_nr(number + _GATES_BELOW)  # type: ignore[attr-defined]
+            set_sequence_number(node, number + _GATES_BELOW)
 
 
 def _put_in_order(units: Sequence[Unit]) -> None:
@@ -378,5 +380,5 @@ def _put_in_order(units: Sequence[Unit]) -> None:
     for unit in units:
         first = _IN_ORDER_FROM + (min(max(unit.sources), 1 << 39) << 20)
         nodes = [node for node in unit.nodes if type(node) is not _SEND]
-        for rank, node in enumerate(sorted(nodes, key=lambda node: node._sequence_nr())):
-            node._set_sequence_nr(first + rank)  # type: ignore[attr-defined]
+        for rank, node in enumerate(sorted(nodes, key=sequence_number)):
+            set_sequence_number(node, first + rank)

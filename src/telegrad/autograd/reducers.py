@@ -19,11 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from telegrad._torch import (
+    is_first_static_backward,
+    is_ignored_by_ddp,
+    reduce_static_graph,
+    run_engine,
+    take_first_static_backward,
+    tensor_hooks,
+)
 from telegrad.autograd.context import Context, add_up
 
 #: The DDP modules of this process, in the order in which they were found.  Replaced as a whole, under the lock.
@@ -76,7 +84,7 @@ def reduced_parameters() -> dict[int, DistributedDataParallel]:
 
 def _parameters(module: DistributedDataParallel) -> list[Tensor]:
     """Those that the module reduces."""
-    return [each for each in module.parameters() if each.requires_grad and not getattr(each, "_ddp_ignored", False)]
+    return [each for each in module.parameters() if each.requires_grad and not is_ignored_by_ddp(each)]
 
 
 class Swapping:
@@ -133,9 +141,9 @@ class Reduction:
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         # A module with a static graph reduces nothing before the end of its first backward, by a callback that it would
         # hang onto the first call of torch's engine that comes by; but then nothing has been handed over yet.
-        self._first = bool(module.static_graph and not module._static_graph_delay_allreduce_enqueued)
+        self._first = is_first_static_backward(module)
         if self._first:
-            module._static_graph_delay_allreduce_enqueued = True
+            take_first_static_backward(module)
         self._group = _move_group_last(module)
 
     def __bool__(self) -> bool:
@@ -173,13 +181,14 @@ class Reduction:
         self._say_what_is_used(leaves)
         try:
             edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
-            _engine_run_backward(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
+            run_engine(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
             if self._first:
-                self.module.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+                reduce_static_graph(self.module)
         finally:
             for leaf, kept in zip(leaves, hooks, strict=True):
-                if kept:
-                    leaf._backward_hooks.update(kept)  # type: ignore[union-attr]
+                hooks_now = tensor_hooks(leaf)
+                if kept and hooks_now is not None:
+                    hooks_now.update(kept)
 
     def _say_what_is_used(self, leaves: Iterable[Tensor]) -> None:
         """With ``find_unused_parameters`` the reducer has looked for them itself, but its graph ends at every recv."""
@@ -208,7 +217,7 @@ def _take_hooks(leaves: Iterable[Tensor]) -> list[dict[Any, Any]]:
     """Tensor hooks have fired when the gradient was captured, and would again when the node runs."""
     taken = []
     for leaf in leaves:
-        hooks = leaf._backward_hooks
+        hooks = tensor_hooks(leaf)
         taken.append(dict(hooks) if hooks else {})
         if hooks:
             hooks.clear()

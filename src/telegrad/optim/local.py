@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from telegrad._torch import tree_map_only
 from telegrad.autograd.context import add_up
 from telegrad.current import current_worker
 from telegrad.optim.owners import local_tensors

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 import msgspec
-from torch._C import _DistNetworkError as DistNetworkError
-from torch._C._distributed_c10d import Store
 
+from telegrad._torch import DistNetworkError, Store
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.rpc.strangers import Strangers

@@ -13,8 +13,8 @@ from typing import TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from telegrad._torch import FileStore, Store, TCPStore
 from telegrad.errors import RendezvousError, UsageError
 
 T = TypeVar("T")

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import Store, TCPStore
-
+from telegrad._torch import Store, TCPStore
 from telegrad.errors import RendezvousError
 
 _GRACE = 3.0  # seconds: a program may use torch's RPC first, and telegrad's then

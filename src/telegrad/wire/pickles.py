@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from telegrad._torch import FutureBase
 from telegrad.errors import SerializationError
 from telegrad.wire.callables import MAIN_MODULES, name_of
 from telegrad.wire.tensors import TABLE_TYPES, in_table
@@ -117,7 +117,7 @@ def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWrit
 def _cannot_pickle(value: Any, error: BaseException) -> SerializationError:
     culprit = _culprit(value)
     advice = ""
-    if isinstance(culprit, torch._C.Future):
+    if isinstance(culprit, FutureBase):
         advice = "; wait for the future over there, or let an async_execution function return it"
     elif "torch.jit" in type(culprit).__module__:
         advice = "; TorchScript cannot be sent, send the Python function"
