@@ -1781,9 +1781,8 @@ class Give(torch.autograd.Function):
         return ctx.make(), None
 
 
-def values_kept() -> Tensor:
-    made = sparse()
-    KEPT["gradient"] = made._values()
+def sparse_kept() -> Tensor:
+    made = KEPT["gradient"] = sparse()
     return made
 
 
@@ -1793,13 +1792,50 @@ def view_kept() -> Tensor:
     return made
 
 
-@pytest.mark.parametrize("make", [values_kept, view_kept])
+def dlpack_kept() -> Tensor:
+    made = sparse().to_dense()
+    KEPT["gradient"] = torch.utils.dlpack.to_dlpack(made)
+    return made
+
+
+@pytest.mark.parametrize("make", [sparse_kept, view_kept, dlpack_kept])
 def test_what_a_function_kept_of_a_gradient_does_not_change_with_it(trio: Cluster, make: Any) -> None:
     leaf = torch.ones(4, 2, requires_grad=True)
     with autograd.context() as context_id:
         autograd.backward(context_id, [Give.apply(leaf, make).sum()])
         autograd.get_gradients(context_id)[leaf].neg_()
-    assert (KEPT.pop("gradient") == 2).all()
+    kept = KEPT.pop("gradient")
+    tensor = kept if isinstance(kept, Tensor) else torch.utils.dlpack.from_dlpack(kept)
+    assert set(tensor.to_dense().unique().tolist()) <= {0.0, 2.0}
+
+
+def values_kept() -> Tensor:
+    made = sparse()
+    KEPT["gradient"] = made._values()
+    return made
+
+
+def address_kept() -> Tensor:
+    made = sparse().to_dense()
+    KEPT["address"] = made.data_ptr()
+    return made
+
+
+@pytest.mark.parametrize("make", [values_kept, address_kept])
+def test_a_gradient_that_nothing_else_holds_is_taken_over_as_it_is_locally(trio: Cluster, make: Any) -> None:
+    def address(gradient: Tensor) -> int:
+        return (gradient._values() if gradient.is_sparse else gradient).data_ptr()
+
+    def made_at() -> int:
+        return KEPT.pop("address") if "address" in KEPT else KEPT.pop("gradient").data_ptr()
+
+    leaf = torch.ones(4, 2, requires_grad=True)
+    Give.apply(leaf, make).sum().backward()
+    assert leaf.grad is not None
+    assert address(leaf.grad) == made_at()
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [Give.apply(leaf, make).sum()])
+        assert address(autograd.get_gradients(context_id)[leaf]) == made_at()
 
 
 def made_by_inference() -> Tensor:
@@ -1823,3 +1859,46 @@ def test_a_gradient_on_another_device_is_refused_as_it_is_locally(trio: Cluster)
     leaf = torch.ones(3, requires_grad=True)
     with autograd.context() as context_id, pytest.raises(RuntimeError, match="expected device cpu"):
         autograd.backward(context_id, [leaf], grad_tensors=[torch.ones(3, device="meta")])
+
+
+# --- autocast -------------------------------------------------------------------------------------------------------
+
+#: Both calls have cast the weight before either leaves autocast, which clears torch's cache.
+BOTH_HAVE_CAST = threading.Barrier(2)
+
+
+def in_bfloat16(tensor: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = tensor @ KEPT["weight"]
+        BOTH_HAVE_CAST.wait(PATIENCE)
+    return result.float()
+
+
+def test_calls_at_the_same_time_do_not_share_the_weights_that_autocast_has_cast(trio: Cluster) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = KEPT["weight"] = torch.randn(16, 16, generator=generator).requires_grad_()
+    batches = [torch.randn(8, 16, generator=generator) for _ in range(2)]
+    expected = torch.zeros(16, 16)
+    for batch in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = batch @ weight
+        expected += torch.autograd.grad(result.float().sum(), weight)[0]
+    for _ in range(3):
+        with autograd.context() as context_id:
+            calls = [rpc.rpc_async("b", in_bfloat16, (batch,)) for batch in batches]
+            autograd.backward(context_id, [torch.stack([call.wait() for call in calls]).sum()])
+            with trio.on("b"):
+                found = autograd.get_gradients(context_id)[weight]
+        assert torch.equal(found, expected), (found - expected).abs().max()
+    assert torch.is_autocast_cache_enabled(), "the caller's thread is its own"
+    del KEPT["weight"]
+
+
+def autocast_caches() -> bool:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=True):
+        return torch.is_autocast_cache_enabled()
+
+
+def test_a_function_may_ask_for_the_cache_of_autocast(trio: Cluster) -> None:
+    assert rpc.rpc_sync("b", autocast_caches)
+    assert not rpc.rpc_sync("b", torch.is_autocast_cache_enabled)

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 # One line is one layer; modules of one layer do not import each other.  A new module needs a place in here.
 LAYERS = [line.split() for line in """
     telegrad
-    telegrad.errors  telegrad.ids  telegrad._text
+    telegrad._text  telegrad._torch  telegrad.errors  telegrad.ids
     telegrad.wire
     telegrad.wire.messages
     telegrad.wire.codec  telegrad.wire.frames  telegrad.wire.callables  telegrad.wire.dtypes  telegrad.wire.regions
@@ -47,7 +47,7 @@ LAYERS = [line.split() for line in """
     telegrad.rref.ledger
     telegrad.rref.references
     telegrad.rref.rref
-    telegrad.autograd.diffusion  telegrad.autograd.functions
+    telegrad.autograd.diffusion  telegrad.autograd.functions  telegrad.autograd.missing_context
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
     telegrad.autograd.attach  telegrad.autograd.local_pass  telegrad.autograd.reducers
     telegrad.autograd.passes

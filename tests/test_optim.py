@@ -7,13 +7,15 @@ import gc
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from support import PATIENCE, assert_no_references, in_thread, no_new_threads
 from telegrad import autograd, rpc
@@ -242,6 +244,101 @@ class Slow(optim.SGD):
         threading.Event().wait(0.02)
         super().step(closure)
         cls.running -= 1
+
+
+# --- the owner runs torch.optim as it was configured --------------------------------------------------------------
+
+
+AS_CONFIGURED: list[tuple[Any, dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    (optim.SGD, {"lr": 0.1, "maximize": True}),
+    (optim.SGD, {"lr": 0.1, "foreach": True}),
+    (optim.SGD, {"lr": 0.1, "fused": True}),
+    (optim.SGD, {"lr": torch.tensor(0.1)}),
+    (optim.Adam, {"lr": 0.05}),
+    (optim.Adam, {"lr": 0.05, "foreach": True}),
+    (optim.Adam, {"lr": 0.05, "foreach": False}),
+    (optim.Adam, {"lr": 0.05, "fused": True}),
+    (optim.Adam, {"lr": torch.tensor(0.05)}),
+    (optim.AdamW, {"lr": 0.05, "amsgrad": True}),
+    (optim.Adagrad, {"lr": 0.1}),
+    (optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+    (optim.NAdam, {}),
+]
+
+
+class Operators(TorchDispatchMode):
+    """Records which operators the calling thread runs, and on what shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        shapes = [list(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.seen.append((str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    AS_CONFIGURED,
+    ids=[f"{kind.__name__}-{'-'.join(options)}-{number}" for number, (kind, options) in enumerate(AS_CONFIGURED)],
+)
+def test_a_step_runs_the_operators_of_torch_optim_as_configured(
+    trio: Cluster, kind: Any, options: dict[str, Any]
+) -> None:
+    """The same operators on the same shapes, so the same memory, and the same parameters bit by bit."""
+    starts = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (3, 4, 5)]
+    mine, plain = ([start.clone().requires_grad_() for start in starts] for _ in range(2))
+    optimizer = DistributedOptimizer(kind, [rpc.RRef(each) for each in mine], **copy.deepcopy(options))
+    expected = kind(plain, **copy.deepcopy(options))
+    for number in range(3):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [torch.stack([(each * each * (number + 1)).sum() for each in mine]).sum()])
+            gradients = autograd.get_gradients(context_id)
+            for one, other in zip(mine, plain, strict=True):
+                other.grad = gradients[one].clone()
+            with Operators() as theirs:
+                expected.step()
+            with Operators() as ours:
+                optimizer.step(context_id)
+        assert _of_optimizer(ours.seen) == _of_optimizer(theirs.seen)
+        assert all(torch.equal(one, other) for one, other in zip(mine, plain, strict=True))
+    assert optimizer.param_groups[0].get("foreach") == options.get("foreach")
+
+
+def _of_optimizer(seen: list[tuple[str, list[Any]]]) -> list[tuple[str, list[Any]]]:
+    """Without the copy and comparison of learning rates that are tensors, by which changes of them are noticed."""
+    return [(name, shapes) for name, shapes in seen if name not in ("aten.clone.default", "aten.equal.default")]
+
+
+def test_an_owner_elsewhere_leaves_foreach_open(trio: Cluster) -> None:
+    Watched.seen.clear()
+    step(DistributedOptimizer(Watched, all_parameters(), lr=0.1), 1)
+    step(DistributedOptimizer(Watched, all_parameters(), lr=0.1, foreach=True), 1)
+    assert Watched.seen == [None] * 3 + [True] * 3
+
+
+class Watched(optim.Adam):
+    seen: ClassVar[list[Any]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen += [group["foreach"] for group in self.param_groups]
+        return super().step(closure)
+
+
+def test_adam_takes_a_learning_rate_that_is_a_tensor(trio: Cluster) -> None:
+    local = Local()
+    expected = optim.Adam(local.parameters, lr=torch.tensor(0.05, dtype=torch.float64))
+    optimizer = DistributedOptimizer(optim.Adam, all_parameters(), lr=torch.tensor(0.05, dtype=torch.float64))
+    for number in range(3):
+        for each in (expected, optimizer):
+            each.param_groups[0]["lr"].mul_(0.5)
+        local.step(expected, number)
+        step(optimizer, number)
+    local.assert_same()
 
 
 # --- groups, learning rates, schedulers ---------------------------------------------------------------------------
@@ -500,6 +597,23 @@ def test_the_errors_of_several_workers_come_as_one(trio: Cluster) -> None:
 def test_parameters_that_are_no_references(trio: Cluster, given: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         DistributedOptimizer(optim.SGD, given, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            optim.SGD([torch.ones(2)], lr=0.1),
+            r"an instance of SGD, but each owner makes an optimizer of its own: .* as in DistributedOptimizer\(SGD, ",
+        ),
+        (None, "takes an optimizer class, such as torch.optim.SGD, not a NoneType: None"),
+        ("SGD", "takes an optimizer class, such as torch.optim.SGD, not a str: 'SGD'"),
+    ],
+    ids=["instance", "None", "str"],
+)
+def test_an_optimizer_that_is_no_class(trio: Cluster, given: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        DistributedOptimizer(given, all_parameters())
 
 
 def test_a_reference_to_something_else(trio: Cluster) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 import time
 from collections import Counter
@@ -130,13 +129,13 @@ def letters(sent: list[Sent], sender: str, to: str) -> list[int]:
 @pytest.fixture
 def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that called torch's engine."""
-    run, calls = runner.run_backward, []
+    run, calls = runner.run_engine, []
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(threading.current_thread().name)
         return run(*args, **options)
 
-    monkeypatch.setattr(runner, "run_backward", counted)
+    monkeypatch.setattr(runner, "run_engine", counted)
     return calls
 
 
@@ -528,30 +527,6 @@ def test_a_unit_whose_recvs_are_dead_sends_nothing_for_those_of_another(trio: Cl
 
 
 # --- torch's engine ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("what", ["an accelerator", "a log"])
-def test_what_torch_prepares_for_is_left_to_torch(trio: Cluster, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    prepared, calls = runner._engine_run_backward, []
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(options)
-        return prepared(*args, **options)
-
-    monkeypatch.setattr(runner, "_engine_run_backward", counted)
-    check(trio, fan_out)
-    assert not calls
-    if what == "an accelerator":
-        monkeypatch.setattr(runner, "_has_accelerator", True)
-    else:
-        monkeypatch.setattr(runner._torch_log, "level", logging.DEBUG)
-        runner._torch_log.manager._clear_cache()
-    try:
-        check(trio, fan_out)
-    finally:
-        monkeypatch.undo()
-        runner._torch_log.manager._clear_cache()
-    assert calls == [{"accumulate_grad": False}] * 3
 
 
 @both_modes

@@ -21,7 +21,7 @@ from bench.rows.growth import POINTS
 from bench.rows.hybrid_step import HYBRID_STEP
 from bench.rows.in_flight import IN_FLIGHT
 from bench.rows.local_backward import LOCAL_BACKWARD
-from bench.rows.optimizer_step import OPTIMIZER_STEP
+from bench.rows.optimizer_step import OPTIMIZER_STEPS
 from bench.rows.pipeline_step import PIPELINE_STEP
 from bench.rows.remote_module import REMOTE_MODULE
 from bench.rows.small_tensor import SMALL_TENSOR
@@ -30,6 +30,6 @@ __all__ = ["ROWS"]
 
 _RPC = (EMPTY_CALL, SMALL_TENSOR, BUILTIN_OPERATOR, IN_FLIGHT, *ECHOES)
 _AUTOGRAD = (CONTEXT_SMALL, CONTEXT_CHAIN, CONTEXT_FAN_OUT, CONTEXT_THREADS, LOCAL_BACKWARD)
-_TRAINING = (OPTIMIZER_STEP, REMOTE_MODULE, HYBRID_STEP, PIPELINE_STEP)
+_TRAINING = (*OPTIMIZER_STEPS, REMOTE_MODULE, HYBRID_STEP, PIPELINE_STEP)
 
 ROWS: dict[str, Row] = {row.name: row for row in (*_RPC, *_AUTOGRAD, *_TRAINING, *POINTS)}

@@ -69,14 +69,14 @@ class Worker:
         self._timeout = options.timeout
         self._make_route = make_route
         self._dial = dial
-        self.agent = Agent(me, options, self._dial_peer, lambda: adopt(self))
+        self.agent = Agent(me, options, self._dial_peer, self._on_thread_start)
         self.agent.handlers[Call] = lambda link, frame: run_call(self.agent, link, frame)
         self.references = References(self.agent, receive_handle)
         self.references.worker = self
         self.autograd = Engine(self.agent)
         self._leader = BarrierLeader(self.agent)
-        self._on_close: list[Callable[[], None]] = []
-        self.on_fork: list[Callable[[], None]] = []  # what to do in a forked child
+        self._on_close: list[Callable[[], None]] = [self.autograd.close]
+        self.on_fork: list[Callable[[], None]] = [self.autograd.close]  # what to do in a forked child
         self.keep: tuple[Any, ...] = ()  # what must live as long as the worker
         self.closed = False
         self._at_barrier = False  # of a graceful shutdown
@@ -101,6 +101,15 @@ class Worker:
             peer.accepted.add(there)
             return here
         return self._dial(agent, peer, timeout)
+
+    def _on_thread_start(self) -> None:
+        """Runs first on each thread of the pool.
+
+        torch keeps the weights that autocast has cast in one cache for all threads, so calls that run at the same time
+        would share them, and their gradients would meet in the low precision.  The switch is the thread's own.
+        """
+        adopt(self)
+        torch.set_autocast_cache_enabled(False)
 
     def start(self) -> None:
         self.agent.start()

@@ -92,6 +92,9 @@ class Agent:
         self.lost_handlers: list[Callable[[int], None]] = []
         self.now_and_then: Callable[[], float] = lambda: math.inf  # called at each tick; in how many seconds again?
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
+        self.answer_opened: Callable[[int, Any], None] | None = (
+            None  # told of what the answering side's interceptor said
+        )
         self.closing = False
         self.started_calls = 0
         self._lent: dict[int, tuple[Link, Any]] = {}  # references that a call took along, until its answer comes
@@ -243,7 +246,10 @@ class Agent:
         self.outcomes.give_up(waiting)
 
     def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
-        return self.bodies.open(link, body, streamed)[0]
+        value = self.bodies.open(link, body, streamed)[0]
+        if body.extra is not None and self.answer_opened is not None:
+            self.answer_opened(link.peer_id, body.extra)
+        return value
 
     # --- what comes in ------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from telegrad._torch import FutureBase
 from telegrad.agent.agent import Agent
 from telegrad.agent.backlog import UserCall
 from telegrad.agent.link import Link
@@ -46,7 +47,7 @@ def is_async(function: Any) -> bool:
 
 
 def checked_future(function: Any, result: Any) -> Any:
-    if not isinstance(result, torch._C.Future):  # the base class: ``then`` returns this and not the subclass
+    if not isinstance(result, FutureBase):  # the base class: ``then`` returns this and not the subclass
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
             f"{name} is decorated with async_execution, so it must return a torch.futures.Future; "

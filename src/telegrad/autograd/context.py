@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad._torch import input_metadata
 from telegrad.errors import UnknownWorkerError, UsageError
 from telegrad.ids import PassId, random_bits
 
@@ -31,7 +32,7 @@ class Send:
     def describe(self, part: int) -> str:
         """What was sent, as torch's graph remembers it."""
         node, output = self.parts[part].next_functions[0]
-        metadata: Any = node._input_metadata[output] if node is not None else None
+        metadata = input_metadata(node, output) if node is not None else None
         what = f"{str(metadata.dtype).removeprefix('torch.')}{list(metadata.shape)}" if metadata else "a tensor"
         return f"{what} of {type(node).__name__}"
 
@@ -238,6 +239,11 @@ class Registry:
         """As if nobody had told of it."""
         with self._lock:
             self._known.pop(context_id, None)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a thread of this worker is inside a context that it has made."""
+        return bool(self.of_creator(self._worker))
 
     def of_creator(self, worker: int) -> list[int]:
         with self._lock:

@@ -69,8 +69,8 @@ class Engine:
         self._agent = agent
         self._me = agent.me.worker_id
         self.registry = Registry(self._me, guessable=agent.options.allow_pickle)
-        self.attach = Attach(self.registry, self._is_gone)
-        watch()
+        self.attach = Attach(self.registry, self._is_gone, self._name, agent.pool.runs_here)
+        self._ddp_watch = watch()
         self.leaves = Leaves()
         self.swapping = self.leaves.swapping
         self._runner = Runner(agent, self._fail, self._lost, self.leaves)
@@ -79,6 +79,7 @@ class Engine:
         self._lock = threading.Lock()
         self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
         agent.bodies.incoming = self.attach.incoming
+        agent.answer_opened = self.attach.answered
         agent.lost_handlers.append(self._worker_lost)
         agent.mail.light.add(DropContext)
         agent.mail.handlers |= {
@@ -93,6 +94,10 @@ class Engine:
             DropContext: self._on_drop,
             TellMe: self._on_tell_me,
         }
+
+    def close(self) -> None:
+        """Undoes what was registered with torch."""
+        self._ddp_watch.remove()
 
     # --- backward, on the worker that calls it ------------------------------------------------------------------
 

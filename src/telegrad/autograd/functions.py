@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad._torch import is_view
 from telegrad.errors import UsageError
 
 
@@ -69,10 +70,8 @@ class RecvRpc(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recv: Recv, part: int, tensor: Tensor) -> Tensor:
         ctx.recv, ctx.part = recv, part
-        # What set_materialize_grads and mark_dirty do; the latter keeps the very tensor: a view of it could not be
-        # changed in place.
-        ctx.materialize_grads = False
-        ctx.dirty_tensors = (tensor,)
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(tensor)  # so that torch returns the very tensor: a view of it could not be changed in place
         return tensor
 
     @staticmethod
@@ -87,13 +86,8 @@ class RecvRpc(torch.autograd.Function):
         return None, None, None, None
 
 
-# What the engine calls; torch's own would look the function above up first (1 us).
-_receive_class: Any = RecvRpc._backward_cls
-_receive_class.apply = RecvRpc.backward
-
-# What ``Function.apply`` comes to outside functorch's transforms, for a third less (2 us).
-_apply_send: Any = super(torch.autograd.Function, SendRpc).apply
-_apply_recv: Any = super(torch.autograd.Function, RecvRpc).apply
+_apply_send: Any = SendRpc.apply  # untyped in torch
+_apply_recv: Any = RecvRpc.apply
 
 #: The input of every recv: it makes torch record the node, and asking for its gradient makes torch run it.
 ANCHOR = torch.zeros((), requires_grad=True)
@@ -115,8 +109,13 @@ def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
 
 def receive(recv: Recv, part: int, tensor: Tensor) -> Tensor:
     """Records that a tensor was received."""
-    if tensor.requires_grad or tensor._is_view():
+    if tensor.requires_grad or is_view(tensor):
         # Neither a leaf nor a view can be marked as changed.  ``data``, and not ``detach``, which would be a view too.
         tensor = tensor.data
     received: Tensor = _apply_recv(ANCHOR, recv, part, tensor)
     return received
+
+
+#: The types of the two nodes in torch's graph.
+SEND_NODE: type[Node] = type(send_node(0, 0, ANCHOR))
+RECV_NODE: type[Any] = type(receive(Recv(0, 0, 0), 0, torch.zeros(())).grad_fn)

@@ -23,13 +23,14 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from telegrad.autograd.functions import ANCHOR, Recv, RecvRpc, SendRpc
+from telegrad._torch import post_accumulate_hooks, sequence_number, tensor_hooks
+from telegrad.autograd.functions import ANCHOR, RECV_NODE, SEND_NODE, Recv
 
 Edge = tuple[Node | None, int]
 
 _ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
-_RECEIVE: Any = RecvRpc._backward_cls
-_SEND: Any = SendRpc._backward_cls
+_RECEIVE: Any = RECV_NODE
+_SEND: Any = SEND_NODE
 
 
 @dataclass(eq=False, slots=True)
@@ -108,11 +109,11 @@ def _is_quick(nodes: Collection[Any]) -> bool:
     for node in nodes:
         kind = type(node)
         if kind is _RECEIVE:
-            number = node._sequence_nr()
+            number = sequence_number(node)
             if newest is None or number > newest:
                 newest = number
         elif kind is not _SEND:
-            number = node._sequence_nr()
+            number = sequence_number(node)
             if oldest is None or number < oldest:
                 oldest = number
     return newest is None or oldest is None or newest < oldest
@@ -160,7 +161,7 @@ def is_leaf_alone(edges: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
 
 def has_hooks(leaf: Any) -> bool:
     variable = leaf.variable
-    return bool(variable._backward_hooks) or bool(variable._post_accumulate_grad_hooks)
+    return bool(tensor_hooks(variable)) or bool(post_accumulate_hooks(variable))
 
 
 class Explorer:

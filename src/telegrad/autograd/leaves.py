@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad._torch import is_view, post_accumulate_hooks, sparse_parts
 from telegrad.autograd.context import Context
 from telegrad.autograd.passes import Pass
 from telegrad.autograd.reducers import Swapping
-
-_OURS = 3  # references to a gradient that nobody else has: the sequence of them, a variable, and the question itself
-_ALONE = 2  # references to its memory: the tensor, and the question itself
-_references: Any = torch._C._storage_Use_Count
 
 
 class Leaves:
@@ -24,29 +22,38 @@ class Leaves:
         self.swapping = Swapping()  # while a context's gradient stands in ``.grad``, for a hook or an optimizer
         self.after: Callable[[Node, Tensor], None] | None = None  # called with each gradient that has come to a leaf
 
-    def add(
-        self,
-        this: Pass,
-        leaves: Sequence[Node],
-        gradients: Sequence[Tensor | None],
-    ) -> None:
-        """Adds what leaves got.  Each gradient gets memory of its own, so that a user may change it in place."""
+    def add(self, this: Pass, leaves: Sequence[Node], gradients: list[Tensor | None]) -> None:
+        """Adds what leaves got, and takes it out of the list: each leaf gets memory that no other gradient has.
+
+        Where nothing else holds a gradient, its leaf takes it over, as ``AccumulateGrad`` does locally.  All else is
+        copied: what a custom function or a hook has kept, what several leaves got, and what goes to another worker.
+        """
         differentiable = this.head.create_graph
         own: list[tuple[Node, Any, Tensor]] = []
+        addresses = [None if differentiable or each is None else _own_address(each) for each in gradients]
+        uses = Counter(addresses)
         for index, leaf in enumerate(leaves):
-            gradient = gradients[index]
+            gradient, address = gradients[index], addresses[index]
+            gradients[index] = None
             if gradient is None:
                 continue
-            # A custom function, or a hook, may have kept it; torch hands one tensor to several leaves, or back what it
-            # was given; and some of it may still be on its way to another worker.
-            if not differentiable and (sys.getrefcount(gradient) > _OURS or not _has_own_memory(gradient)):
-                gradient = gradient.detach().clone()
-            own.append((leaf, leaf.variable, gradient))  # type: ignore[attr-defined]
+            if differentiable:
+                mine = gradient
+            elif address is None or uses[address] > 1 or address in this.memory_in_use:
+                mine = gradient.detach().clone()
+            else:
+                mine = gradient.data  # the same memory, in a tensor that does not keep the first one alive
+                held_elsewhere = weakref.ref(gradient)
+                del gradient
+                if held_elsewhere() is not None:
+                    mine = mine.clone()
+                this.memory_in_use.add(address)
+            own.append((leaf, leaf.variable, mine))  # type: ignore[attr-defined]
         # A hook may change a gradient in place, so none runs before each has its own memory.
         for leaf, variable, gradient in own:
             if not this.add_gradient(variable, gradient):
                 continue
-            if variable._post_accumulate_grad_hooks:
+            if post_accumulate_hooks(variable):
                 self._after_accumulation(this.context, variable)
             if self.after is not None:
                 with self.swapping.of([variable]):
@@ -58,25 +65,31 @@ class Leaves:
             before = variable.grad
             variable.grad = context.gradient(variable)
             try:
-                for hook in list(variable._post_accumulate_grad_hooks.values()):
+                for hook in list((post_accumulate_hooks(variable) or {}).values()):
                     hook(variable)
                 context.set_gradient(variable, variable.grad)
             finally:
                 variable.grad = before
 
 
-def _has_own_memory(gradient: Tensor) -> bool:
-    """Whether it can be kept as it is: no other tensor has its memory, as far as torch knows, or a part of it.
+def address_of(gradient: Tensor) -> int:
+    """Where the memory of a gradient begins; of a sparse one, that of its values: nothing changes its indices."""
+    if gradient.layout is torch.sparse_coo:
+        gradient = sparse_parts(gradient)[1]
+    return gradient.untyped_storage().data_ptr() if gradient.layout is torch.strided else 0
 
-    Indices may be another's: nobody changes them.
-    """
+
+def _own_address(gradient: Tensor) -> int | None:
+    """The address of a gradient that is all of its memory; None if a leaf cannot keep it as it is."""
     if gradient.requires_grad or gradient.is_inference():
-        return False
+        return None
     if gradient.layout is torch.strided:
-        values, alone = gradient, _ALONE
+        values = gradient
+        if is_view(gradient):
+            return None
     elif gradient.layout is torch.sparse_coo:
-        values, alone = gradient._values(), _ALONE + 1  # the tensor's own, and an alias of it
+        values = sparse_parts(gradient)[1]
     else:
-        return False
+        return None
     memory = values.untyped_storage()
-    return memory.nbytes() == values.nbytes and bool(_references(memory._cdata) <= alone)
+    return memory.data_ptr() if memory.nbytes() == values.nbytes else None

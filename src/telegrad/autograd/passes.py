@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.nn.parallel import DistributedDataParallel
 
+from telegrad._torch import input_metadata, sequence_number, set_sequence_number
 from telegrad.autograd.context import Context
-from telegrad.autograd.functions import Recv, SendRpc
+from telegrad.autograd.functions import SEND_NODE, Recv
 from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.autograd.plan import Plan
-from telegrad.autograd.reducers import Reduction, any_known, reducing
+from telegrad.autograd.reducers import Reduction, reduced_parameters
 from telegrad.errors import UsageError
 from telegrad.wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
 
@@ -56,6 +58,8 @@ class Pass:
         self.timeout = 0.0
         self.deadline = math.inf  # the root's; the others wait for as long as the root lives
         self.reductions: dict[int, Reduction] = {}  # by module
+        self._held_back: dict[int, Reduction] = {}  # by id of a leaf: where its gradient goes before the context
+        self.memory_in_use: set[int] = set()  # addresses of gradients that were sent, or that a leaf has taken over
         self._surveyed = False
         self._plan: Plan | None = None
         self._explorer: Explorer | None = None
@@ -84,15 +88,16 @@ class Pass:
             sources.append((message_id, [(node, 0) for node in send.parts]))
         units, nodes = survey(sources)
         self.local.surveyed(units)
-        if any_known():
-            self._find_reductions()
+        if reduced := reduced_parameters():
+            self._find_reductions(reduced)
         if len(nodes) > DEEP:
             self.context.keep_graph([node for _, edges in sources for node, _ in edges if node is not None], nodes)
 
-    def _find_reductions(self) -> None:
+    def _find_reductions(self, reduced: dict[int, DistributedDataParallel]) -> None:
         for job in self.local.jobs:
             for leaf in job.unit.leaves:
-                module = reducing(leaf.variable)  # type: ignore[attr-defined]
+                parameter = id(leaf.variable)  # type: ignore[attr-defined]
+                module = reduced.get(parameter)
                 if module is None:
                     continue
                 if self.head.create_graph:
@@ -100,6 +105,7 @@ class Pass:
                 if id(module) not in self.reductions:
                     self.reductions[id(module)] = Reduction(module)
                 self.reductions[id(module)].waits_for.add(job)
+                self._held_back[parameter] = self.reductions[id(module)]
 
     def reductions_after(self, jobs: Sequence[Job]) -> list[Reduction]:
         """These jobs are done; the modules whose leaves can get no more.  Under the lock."""
@@ -112,12 +118,12 @@ class Pass:
 
     def add_gradient(self, leaf: Tensor, gradient: Tensor) -> bool:
         """Adds to what a leaf got; False if it is held back."""
-        module = reducing(leaf) if self.reductions else None
-        if module is None:
+        reduction = self._held_back.get(id(leaf))
+        if reduction is None:
             self.context.add_gradient(leaf, gradient)
             return True
         with self.lock:
-            self.reductions[id(module)].add(leaf, gradient)
+            reduction.add(leaf, gradient)
         return False
 
     def explore(self, edges: Sequence[Edge]) -> dict[int, dict[int, set[int]]]:
@@ -293,7 +299,7 @@ class Pass:
         node, output = self.context.sends[message_id].parts[part].next_functions[0]
         if node is None:
             return None
-        metadata: Any = node._input_metadata[output]
+        metadata = input_metadata(node, output)
         return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
 
     @property
@@ -346,7 +352,7 @@ class Pass:
 
 
 _NOTHING = torch.zeros(())  # what a gate is started with
-_SEND: Any = SendRpc._backward_cls
+_SEND: Any = SEND_NODE
 
 
 # Numbers that decide in which order torch's engine runs what is ready: the highest first.  Each is a function of what
@@ -359,11 +365,11 @@ def _put_gates_last(unit: Unit, gates: Sequence[Any]) -> None:
     """Lets torch's engine come to a send only when nothing else is left to do, and to the newest first."""
     for gate in gates:
         message_id, part = gate.sent
-        gate._set_sequence_nr(message_id << 12 | min(part, 0xFFF))
+        set_sequence_number(gate, message_id << 12 | min(part, 0xFFF))
     for node in unit.nodes:
-        number = node._sequence_nr()
+        number = sequence_number(node)
         if number < _GATES_BELOW and type(node) is not _SEND:
-            node._set_sequence_nr(number + _GATES_BELOW)  # type: ignore[attr-defined]
+            set_sequence_number(node, number + _GATES_BELOW)
 
 
 def _put_in_order(units: Sequence[Unit]) -> None:
@@ -375,5 +381,5 @@ def _put_in_order(units: Sequence[Unit]) -> None:
     for unit in units:
         first = _IN_ORDER_FROM + (min(max(unit.sources), 1 << 39) << 20)
         nodes = [node for node in unit.nodes if type(node) is not _SEND]
-        for rank, node in enumerate(sorted(nodes, key=lambda node: node._sequence_nr())):
-            node._set_sequence_nr(first + rank)  # type: ignore[attr-defined]
+        for rank, node in enumerate(sorted(nodes, key=sequence_number)):
+            set_sequence_number(node, first + rank)

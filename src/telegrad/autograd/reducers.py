@@ -10,10 +10,8 @@ in ``.grad``, from where it goes into the context.
 
 from __future__ import annotations
 
-import functools
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,59 +19,72 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.hooks import RemovableHandle
 
+from telegrad._torch import (
+    is_first_static_backward,
+    is_ignored_by_ddp,
+    reduce_static_graph,
+    run_engine,
+    take_first_static_backward,
+    tensor_hooks,
+)
 from telegrad.autograd.context import Context, add_up
 
-#: Seconds before a module goes in which the GIL is free.  The module may take its process group with it, which joins
-#: gloo's thread with the GIL held; and if that thread has just averaged a tensor that Python knows, it needs the GIL to
-#: let go of it.  In torch alone this hangs in 1 of 20 runs of its own test; with more threads about, in 1 of 2.
-_PARTING = 0.02
-
-#: Which module reduces a parameter's gradient.
-_reduced_by: Any = WeakIdKeyDictionary()
+#: The DDP modules of this process, in the order in which they were found.  Replaced as a whole, under the lock.
+_modules: list[weakref.ref[DistributedDataParallel]] = []
+_lock = threading.Lock()
 
 
-def _register(module: DistributedDataParallel) -> None:
-    for parameter in _parameters(module):
-        _reduced_by[parameter] = weakref.ref(module)
+def watch() -> RemovableHandle:
+    """Finds the DDP modules that exist, and notes each new one until the handle is removed.
+
+    A DDP module registers the module that it wraps as its child, which torch tells to a registration hook.  The modules
+    that were made before are found among the objects that refer to the class; there are none without a process group.
+    """
+    handle = register_module_module_registration_hook(_on_registration)
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        for each in gc.get_referrers(*_with_subclasses(DistributedDataParallel)):
+            if issubclass(type(each), DistributedDataParallel):  # isinstance would ask a proxy for its class
+                _note(each)
+    return handle
+
+
+def _on_registration(module: torch.nn.Module, name: str, child: Any) -> None:
+    if isinstance(module, DistributedDataParallel):
+        _note(module)
+
+
+def _note(module: DistributedDataParallel) -> None:
+    global _modules
+    with _lock:
+        alive = [reference for reference in _modules if reference() is not None]
+        if not any(reference() is module for reference in alive):
+            alive.append(weakref.ref(module))
+        _modules = alive
+
+
+def _with_subclasses(kind: type[Any]) -> list[type[Any]]:
+    found = [kind]
+    for subclass in kind.__subclasses__():
+        found += _with_subclasses(subclass)
+    return found
+
+
+def reduced_parameters() -> dict[int, DistributedDataParallel]:
+    """By the id of a parameter, the module that reduces its gradient."""
+    if not _modules:
+        return {}
+    modules = [module for reference in _modules if (module := reference()) is not None and hasattr(module, "reducer")]
+    return {id(parameter): module for module in modules for parameter in _parameters(module)}
 
 
 def _parameters(module: DistributedDataParallel) -> list[Tensor]:
     """Those that the module reduces."""
-    return [each for each in module.parameters() if each.requires_grad and not getattr(each, "_ddp_ignored", False)]
-
-
-def watch() -> None:
-    """From now on every new DDP module is known; those that are there already, too."""
-    make = DistributedDataParallel.__init__
-    if hasattr(make, "_telegrad"):
-        return
-
-    @functools.wraps(make)
-    def remember(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        make(self, *args, **kwargs)
-        _register(self)
-        weakref.finalize(self, time.sleep, _PARTING).atexit = False
-
-    remember._telegrad = True  # type: ignore[attr-defined]
-    DistributedDataParallel.__init__ = remember  # type: ignore[method-assign]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        for each in gc.get_objects():
-            if isinstance(each, DistributedDataParallel):
-                _register(each)
-
-
-def any_known() -> bool:
-    return bool(_reduced_by.data)
-
-
-def reducing(leaf: Tensor) -> DistributedDataParallel | None:
-    """The module that reduces this leaf's gradient."""
-    known = _reduced_by.get(leaf)
-    return known() if known is not None else None
+    return [each for each in module.parameters() if each.requires_grad and not is_ignored_by_ddp(each)]
 
 
 class Swapping:
@@ -130,9 +141,10 @@ class Reduction:
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         # A module with a static graph reduces nothing before the end of its first backward, by a callback that it would
         # hang onto the first call of torch's engine that comes by; but then nothing has been handed over yet.
-        self._first = bool(module.static_graph and not module._static_graph_delay_allreduce_enqueued)
+        self._first = is_first_static_backward(module)
         if self._first:
-            module._static_graph_delay_allreduce_enqueued = True
+            take_first_static_backward(module)
+        self._group = _move_group_last(module)
 
     def __bool__(self) -> bool:
         """Whether there is anything to reduce."""
@@ -146,7 +158,7 @@ class Reduction:
         """Waits for the other processes of the module's group."""
         parameters = _parameters(self.module)
         # The group, too: processes match its collectives by their order, so two modules must not mix theirs.
-        with swapping.lent([*parameters, self.module.process_group]):
+        with swapping.lent([*parameters, self._group]):
             before = [parameter.grad for parameter in parameters]
             for parameter in parameters:
                 parameter.grad = None
@@ -169,13 +181,14 @@ class Reduction:
         self._say_what_is_used(leaves)
         try:
             edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
-            _engine_run_backward(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
+            run_engine(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
             if self._first:
-                self.module.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+                reduce_static_graph(self.module)
         finally:
             for leaf, kept in zip(leaves, hooks, strict=True):
-                if kept:
-                    leaf._backward_hooks.update(kept)  # type: ignore[union-attr]
+                hooks_now = tensor_hooks(leaf)
+                if kept and hooks_now is not None:
+                    hooks_now.update(kept)
 
     def _say_what_is_used(self, leaves: Iterable[Tensor]) -> None:
         """With ``find_unused_parameters`` the reducer has looked for them itself, but its graph ends at every recv."""
@@ -185,11 +198,26 @@ class Reduction:
                 module.reducer.prepare_for_backward([leaf.view_as(leaf) for leaf in leaves])
 
 
+def _move_group_last(module: DistributedDataParallel) -> Any:
+    """Moves ``process_group`` to the end of the module's attributes, which Python frees in their order; returns it.
+
+    The destructor of a gloo group joins gloo's threads, and such a thread may need the GIL to free a tensor that it has
+    just averaged.  A group that Python frees lets go of the GIL first.  The reducer does not, if it holds the last
+    reference to the group: torch's own test of DDP under distributed autograd then hangs, with torch's RPC in 1 of 20
+    runs, with telegrad's threads in 1 of 2.
+    """
+    attributes = module.__dict__
+    with _lock:
+        if list(attributes).index("process_group") < list(attributes).index("reducer"):
+            attributes["process_group"] = attributes.pop("process_group")
+        return attributes["process_group"]
+
+
 def _take_hooks(leaves: Iterable[Tensor]) -> list[dict[Any, Any]]:
     """Tensor hooks have fired when the gradient was captured, and would again when the node runs."""
     taken = []
     for leaf in leaves:
-        hooks = leaf._backward_hooks
+        hooks = tensor_hooks(leaf)
         taken.append(dict(hooks) if hooks else {})
         if hooks:
             hooks.clear()

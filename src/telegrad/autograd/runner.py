@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from telegrad._torch import run_engine
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import copy_of
 from telegrad.autograd.context import context_variable
 from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.graph import is_leaf_alone
 from telegrad.autograd.inquiry import nothing_came, too_late
-from telegrad.autograd.leaves import Leaves
+from telegrad.autograd.leaves import Leaves, address_of
 from telegrad.autograd.local_pass import Job
 from telegrad.autograd.passes import Notes, Pass
 from telegrad.autograd.reducers import Reduction
 from telegrad.autograd.turn import Letter, Turn
 from telegrad.errors import WorkerLostError
 
-_run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-_torch_log = logging.getLogger("torch.autograd.graph")
-_has_accelerator = torch.accelerator.current_accelerator() is not None  # at least, this torch was built for one
-
 _ANCHOR_EDGE = get_gradient_edge(ANCHOR)
 _LONG = 0.001  # seconds: the others should not wait longer for what a turn has done so far
-
-
-def run_backward(*args: Any) -> Any:
-    """What torch.autograd.grad calls in the end.
-
-    That would check its arguments first, for 10 us, and import sympy to do so, the first time, for half a second.  Then
-    it prepares for the threads of accelerators, and for a log; here only where there are such.
-    """
-    if _has_accelerator or _torch_log.isEnabledFor(logging.DEBUG):
-        return _engine_run_backward(*args, accumulate_grad=False)
-    return _run_backward(*args, accumulate_grad=False)
 
 
 class Runner:
@@ -132,7 +115,8 @@ class Runner:
             edges, gradients = this.entries(jobs)
             if is_leaf_alone(edges, gradients) and self._leaves.after is None:
                 this.forget_gradients(jobs)
-                self._leaves.add(this, [edges[0].node], gradients)
+                only: list[Tensor | None] = [gradients.pop()]
+                self._leaves.add(this, [edges[0].node], only)
             elif edges:
                 self._compute(turn, jobs, edges, gradients)
             if this.reductions:
@@ -169,13 +153,16 @@ class Runner:
         outer_wait = pool.before_waiting(partial(self._share, turn))
         entered = context_variable.set(this.context)
         try:
-            results: Sequence[Tensor | None] = run_backward(
-                tuple(edges),
-                tuple(gradients),
-                this.head.retain_graph,
-                this.head.create_graph,
-                tuple(wanted),
-                True,  # allow unused
+            results: list[Tensor | None] = list(
+                run_engine(
+                    tuple(edges),
+                    tuple(gradients),
+                    this.head.retain_graph,
+                    this.head.create_graph,
+                    tuple(wanted),
+                    True,  # allow unused
+                    accumulate_grad=False,
+                )
             )
             gradients.clear()
             this.forget_gradients(jobs)
@@ -238,6 +225,7 @@ class Runner:
                 letter = turn.letters[to] = Letter(counted, agent.mail.bundle(to, this.head.create_graph))
             except WorkerLostError:
                 raise self._lost(to) from None
+        this.memory_in_use.update(address_of(each) for each in gradients.values() if each is not None)
         letter.add(recv.message_id, gradients)
         agent.pool.progress()
         if at_once or (alone and letter.counted) or not letter.may_grow:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
+from telegrad._torch import tree_map_only
 from telegrad.current import current_worker
 from telegrad.errors import UsageError
 from telegrad.ids import GlobalId

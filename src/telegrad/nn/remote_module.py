@@ -8,8 +8,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
 
+from telegrad._torch import IncompatibleKeys
 from telegrad.agent.futures import Future
 from telegrad.current import current_worker
 from telegrad.errors import SerializationError, UsageError
@@ -152,7 +152,7 @@ class RemoteModule(Refusals, nn.Module):
         if assign:
             raise UsageError("assign=True would replace the parameters that other workers have references to")
         metadata = getattr(state_dict, "_metadata", {})
-        return _IncompatibleKeys(*self._load(dict(state_dict), dict(metadata), strict))
+        return IncompatibleKeys(*self._load(dict(state_dict), dict(metadata), strict))
 
     def _load(self, state: dict[str, Any], metadata: Any, strict: bool) -> tuple[list[str], list[str]]:
         plain = {name: owner.sendable(value) for name, value in state.items()}

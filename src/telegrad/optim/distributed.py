@@ -34,13 +34,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer_class: Any, params_rref: Iterable[RRef[Tensor] | Group], *args: Any, **kwargs: Any
     ) -> None:
+        kind = _checked_class(optimizer_class)
         groups = _groups(params_rref)
         self._parameters: list[RRef[Tensor]] = [rref for group in groups for rref in group["params"]]
         if not self._parameters:
             raise UsageError("DistributedOptimizer was given no parameters")
         self._of_owner = by_owner(self._parameters)
         shares = {owner: _share(groups, owner) for owner in self._of_owner}
-        kind = _by_name(optimizer_class)
         made = ask_all(local.make, {owner: (kind, share, args, kwargs) for owner, share in shares.items()})
         self._locals: dict[str, RRef[LocalOptimizer]] = {owner: reference for owner, (reference, _) in made.items()}
         self.defaults, settings = next(iter(made.values()))[1]
@@ -180,8 +180,19 @@ def _groups(given: Iterable[Any]) -> list[Group]:
     return groups
 
 
-def _by_name(optimizer: Any) -> Any:
-    """torch's own go by name, which needs no pickle."""
+def _checked_class(optimizer: Any) -> Any:
+    """What the owners are told to make.  Classes of ``torch.optim`` are sent by name, which needs no pickle."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind = type(optimizer).__name__
+        raise UsageError(
+            f"DistributedOptimizer was given an instance of {kind}, but each owner makes an optimizer of its own: give "
+            f"the class and its options, as in DistributedOptimizer({kind}, params_rref, lr=0.1)"
+        )
+    if not callable(optimizer):
+        raise UsageError(
+            f"DistributedOptimizer takes an optimizer class, such as torch.optim.SGD, not a "
+            f"{type(optimizer).__name__}: {optimizer!r}"
+        )
     name = getattr(optimizer, "__name__", "")
     return name if getattr(torch.optim, name, None) is optimizer else optimizer
 

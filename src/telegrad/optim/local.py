@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-from torch.utils._pytree import tree_map_only
 
+from telegrad._torch import tree_map_only
 from telegrad.autograd.context import add_up
 from telegrad.current import current_worker
 from telegrad.optim.owners import local_tensors
@@ -59,10 +58,7 @@ class LocalOptimizer:
             self._kept = []
             for group, change in zip(self._optimizer.param_groups, changes, strict=False):
                 group.update(change)
-            if _only_descends(self._optimizer):
-                return _descend(self._optimizer.param_groups, gradients)
-            sparse = any(gradient is not None and gradient.is_sparse for gradient in gradients)
-            with _in_place(self._parameters, gradients), _all_at_once([] if sparse else self._optimizer.param_groups):
+            with _in_place(self._parameters, gradients):
                 self._optimizer.step()
             return _count(gradients)
 
@@ -99,64 +95,6 @@ def _in_place(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-
-
-def _only_descends(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step is nothing but ``parameter -= lr * gradient``, as with SGD and its defaults."""
-    return (
-        type(optimizer) is torch.optim.SGD
-        and not optimizer._optimizer_step_pre_hooks
-        and not optimizer._optimizer_step_post_hooks
-        and not _global_optimizer_pre_hooks
-        and not _global_optimizer_post_hooks
-        and all(
-            group["foreach"] is None
-            and not any(group[other] for other in ("momentum", "weight_decay", "maximize", "differentiable", "fused"))
-            and not isinstance(group["lr"], Tensor)
-            for group in optimizer.param_groups
-        )
-    )
-
-
-def _descend(groups: Sequence[Group], gradients: Sequence[Tensor | None]) -> int:
-    """What torch's SGD would do, without its look at each parameter, in half the time; how many had a gradient."""
-    start = count = 0
-    for group in groups:
-        parameters: list[Tensor] = group["params"]
-        own = gradients[start : start + len(parameters)]
-        start += len(parameters)
-        present = [gradient for gradient in own if gradient is not None]
-        count += len(present)
-        if len(present) < len(own):
-            parameters = [
-                parameter for parameter, gradient in zip(parameters, own, strict=True) if gradient is not None
-            ]
-        if present:
-            with torch.no_grad():
-                torch._foreach_add_(parameters, present, alpha=-group["lr"])
-    return count
-
-
-@contextmanager
-def _all_at_once(groups: Sequence[Group]) -> Iterator[None]:
-    """Inside, optimizers update all parameters of a group with one call for each operation, where they leave it open.
-
-    torch itself decides so on GPUs only, but on a CPU, too, it takes half the time: for 200 small parameters and Adam,
-    1.7 ms and not 3.4.
-    """
-    open_groups = [
-        group
-        for group in groups
-        if group.get("foreach", False) is None
-        and not any(group.get(other) for other in ("fused", "differentiable", "capturable"))
-    ]
-    for group in open_groups:
-        group["foreach"] = True
-    try:
-        yield
-    finally:
-        for group in open_groups:
-            group["foreach"] = None
 
 
 def gradients_of(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor | None]:

@@ -14,8 +14,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from torch._C._distributed_c10d import Store
 
+from telegrad._torch import Store
 from telegrad.agent.agent import AgentOptions
 from telegrad.agent.futures import Future
 from telegrad.agent.peers import WorkerRecord

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
 import torch.distributed as dist
-from torch._C import _DistNetworkError as DistNetworkError
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from telegrad._text import printable
+from telegrad._torch import DistNetworkError, FileStore, Store, TCPStore
 from telegrad.errors import RendezvousError, UsageError
 
 T = TypeVar("T")

@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
-
+from telegrad._torch import TCPStore
 from telegrad.errors import RendezvousError
 from telegrad.rpc.stores import JobStore
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from types import AsyncGeneratorType, FunctionType, GeneratorType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from telegrad._torch import FutureBase
 from telegrad.errors import SerializationError
 from telegrad.wire.callables import MAIN_MODULES, name_of
 from telegrad.wire.tensors import TABLE_TYPES, in_table
@@ -122,7 +122,7 @@ def _cannot_pickle(value: Any, error: BaseException) -> SerializationError:
 
 def advice_on(value: Any) -> str:
     """What to send in place of a value that cannot be sent."""
-    if isinstance(value, torch._C.Future):
+    if isinstance(value, FutureBase):
         return "; wait for the future over there, or let an async_execution function return it"
     if isinstance(value, (GeneratorType, AsyncGeneratorType)):
         return "; return a list, or an RRef to an object whose method gives the next item"

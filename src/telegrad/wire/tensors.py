@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from telegrad._torch import make_quantized_per_channel, make_quantized_per_tensor, negative_view, sparse_parts
 from telegrad.errors import SerializationError, UsageError
 from telegrad.wire.dtypes import (
     COMPRESSED_LAYOUTS,
@@ -158,7 +159,7 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
     if tensor.is_conj():
         tensor, flags = tensor.conj(), flags | _CONJUGATE
     if tensor.is_neg():
-        tensor, flags = torch._neg_view(tensor), flags | _NEGATIVE
+        tensor, flags = negative_view(tensor), flags | _NEGATIVE
     stride = gaps = None
     if not tensor.is_contiguous():
         if span(tensor) > tensor.numel():
@@ -198,7 +199,7 @@ def _pack_composite(tensor: Tensor, flags: int, packed: Packed, device: str | No
     if tensor.layout is torch.sparse_coo:
         layout = _COO
         flags |= _COALESCED if tensor.is_coalesced() else 0
-        parts: tuple[Tensor, ...] = (detached._indices(), detached._values())
+        parts: tuple[Tensor, ...] = sparse_parts(detached)
     elif tensor.layout in COMPRESSED_LAYOUTS:
         layout = _COMPRESSED
         outer, inner = COMPRESSED_LAYOUTS[tensor.layout]
@@ -281,7 +282,7 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
     if flags & _CONJUGATE:
         tensor = tensor.conj()
     if flags & _NEGATIVE:
-        tensor = torch._neg_view(tensor)
+        tensor = negative_view(tensor)
     if meta.device is not None:
         tensor = tensor.to(meta.device)
     if flags & _PARAMETER:
@@ -380,12 +381,12 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
         )
     if meta.layout == _QUANTIZED:
         scale, zero = meta.scalars
-        return torch._make_per_tensor_quantized_tensor(parts[0], scale, int(zero))
+        return make_quantized_per_tensor(parts[0], scale, int(zero))
     if meta.layout == _QUANTIZED_CHANNELS:
         (values, scales, zeros), axis = parts, int(meta.scalars[0])
         if axis < 0 or not scales.shape == zeros.shape == values.shape[axis : axis + 1]:
             raise SerializationError(f"{len(scales)} scales for axis {axis} of a tensor of shape {meta.shape}")
-        return torch._make_per_channel_quantized_tensor(values, scales, zeros, axis)
+        return make_quantized_per_channel(values, scales, zeros, axis)
     raise SerializationError(f"unknown tensor layout code {meta.layout}")
 
 

@@ -1,0 +1,112 @@
+"""Every private name of torch that telegrad uses, each with the reason.
+
+``tests/test_torch.py`` fails where torch changes one of them, and holds that no other module has any.  Only
+``telegrad.compat`` has private names of its own: those of the modules that it stands in for.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _DistNetworkError as DistNetworkError
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.autograd.graph import _engine_run_backward
+from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._pytree import tree_map_only
+
+__all__ = [
+    "DistNetworkError",  # this and the stores are public in torch.distributed, but not to a type checker
+    "FileStore",
+    "PrefixStore",
+    "Store",
+    "TCPStore",
+    "tree_map_only",  # the state of an optimizer is nested, and torch has no public function for it
+]
+
+# --- the engine and its graph -----------------------------------------------------------------------------------------
+
+#: Runs the engine: (roots, gradients, retain_graph, create_graph, inputs, allow_unused, accumulate_grad=...).
+#: ``torch.autograd.grad`` imports sympy to check its arguments, which makes the first backward half a second slower.
+run_engine: Callable[..., Any] = _engine_run_backward
+
+#: The number by which the engine chooses among nodes that are ready, the highest first.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Gates must run last, and units that share an engine call one after the other."""
+    node._set_sequence_nr(number)
+
+
+def input_metadata(node: Any, output: int) -> Any:
+    """Shape, dtype and device of what enters a node: for zeros in place of a missing gradient, and for messages."""
+    return node._input_metadata[output]
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def tensor_hooks(leaf: Tensor) -> dict[Any, Any] | None:
+    """Hooks of ``register_hook``: a leaf that has some must see the whole gradient, and see it once."""
+    hooks: dict[Any, Any] | None = leaf._backward_hooks
+    return hooks
+
+
+def post_accumulate_hooks(leaf: Tensor) -> dict[Any, Any] | None:
+    """Hooks of ``register_post_accumulate_grad_hook``, which the engine runs only when it writes ``.grad``."""
+    hooks: dict[Any, Any] | None = leaf._post_accumulate_grad_hooks
+    return hooks
+
+
+def is_view(tensor: Tensor) -> bool:
+    """A view cannot be marked as changed in place, and its memory belongs to its base."""
+    return tensor._is_view()
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Makes ``isinstance(tensor, Parameter)`` true for a parameter that was received, and has a history now."""
+    tensor._is_param = True
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a COO tensor as they are.  The public methods refuse one that is not coalesced."""
+    return tensor._indices(), tensor._values()
+
+
+#: A view with the negative bit, as ``conj().imag`` has it: such a tensor is sent with its bit.
+negative_view: Callable[[Tensor], Tensor] = torch._neg_view
+
+#: Quantized tensors of their parts: the public functions quantize floats again.
+make_quantized_per_tensor: Callable[[Tensor, float, int], Tensor] = torch._make_per_tensor_quantized_tensor
+make_quantized_per_channel: Callable[[Tensor, Tensor, Tensor, int], Tensor] = torch._make_per_channel_quantized_tensor
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+#: ``Future.then`` returns this class and not its subclass ``torch.futures.Future``.
+FutureBase: Any = torch._C.Future
+
+#: What ``Module.load_state_dict`` returns.
+IncompatibleKeys: Any = _IncompatibleKeys
+
+
+def is_ignored_by_ddp(parameter: Tensor) -> bool:
+    """DDP marks parameters that it was told not to reduce."""
+    return getattr(parameter, "_ddp_ignored", False)
+
+
+def is_first_static_backward(module: Any) -> bool:
+    """Whether a DDP module with a static graph has not seen its first backward, at whose end it reduces all at once."""
+    return bool(module.static_graph and not module._static_graph_delay_allreduce_enqueued)
+
+
+def take_first_static_backward(module: Any) -> None:
+    """From now on the caller calls ``reduce_static_graph``; DDP does not at the end of the next engine call."""
+    module._static_graph_delay_allreduce_enqueued = True
+
+
+def reduce_static_graph(module: Any) -> None:
+    module.reducer._delay_all_reduce()
