@@ -47,6 +47,7 @@ from telegrad.wire.messages import (
     TensorMeta,
     UserDelete,
 )
+from telegrad.wire.tree import TreeWriter
 
 ran: list[str] = []
 
@@ -134,7 +135,11 @@ def test_a_worker_cannot_answer_the_call_of_another(job: Cluster, caplog: pytest
 
 def test_a_worker_cannot_name_shared_memory_unless_the_kernel_vouches_for_its_process(job: Cluster) -> None:
     """The links of this cluster are such as TCP: the kernel does not say which process is at the other end."""
-    body = Body(tree=[0, None], buffers=(InPeer(1, 0, 1 << 20),), tensors=(TensorMeta(0, (1 << 18,), 0),))
+    body = Body(
+        tree=TreeWriter().write((torch.zeros(1), None)),
+        buffers=(InPeer(1, 0, 1 << 20),),
+        tensors=(TensorMeta(0, (1 << 18,), 0),),
+    )
     failures: list[Any] = []
     agent = job["m"].agent
     call = agent.start_call(agent.peer("a"), "attack", 10.0, lambda i, _: Call(i, "test_hostile_member:run_me", body))
@@ -189,7 +194,7 @@ def test_a_reference_cannot_be_sent_in_the_name_of_another_worker(job: Cluster) 
     mine = rpc.RRef(Thing())
     forged = RRefFork(mine._rref_id, GlobalId(1, 99), job["a"].id, job["b"].id)
     agent = job["m"].agent
-    body = Body(tree=[0, None], rrefs=(forged,))
+    body = Body(tree=TreeWriter().write(("a", None)), rrefs=(forged,))
     call = agent.start_call(agent.peer("a"), "attack", 10.0, lambda i, _: Call(i, "test_hostile_member:run_me", body))
     with pytest.raises(TelegradError, match="in the name of worker 1"):
         agent.wait(call)

@@ -200,7 +200,7 @@ def test_trees_of_tensors() -> None:
 
 
 def test_stores_and_their_error_are_the_public_ones() -> None:
-    for name in ("DistNetworkError", "FileStore", "PrefixStore", "Store", "TCPStore"):
+    for name in ("DistNetworkError", "FileStore", "Store", "TCPStore"):
         assert getattr(_torch, name) is getattr(dist, name)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _DistNetworkError as DistNetworkError
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.autograd.graph import _engine_run_backward
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map_only
@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 __all__ = [
     "DistNetworkError",  # this and the stores are public in torch.distributed, but not to a type checker
     "FileStore",
-    "PrefixStore",
     "Store",
     "TCPStore",
     "tree_map_only",  # the state of an optimizer is nested, and torch has no public function for it

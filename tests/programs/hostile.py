@@ -12,11 +12,13 @@ from telegrad import rpc
 from telegrad.current import current_worker
 from telegrad.errors import TelegradError
 from telegrad.rpc import api
+from telegrad.rpc.network import Network
 from telegrad.transport.dial import dial
 from telegrad.transport.handshake import Identity
 from telegrad.wire import codec
 from telegrad.wire.frames import prefix
 from telegrad.wire.messages import Body, Call, InPeer, TensorMeta
+from telegrad.wire.tree import TreeWriter
 
 kept: list[torch.Tensor] = []
 touched: list[str] = []
@@ -82,7 +84,7 @@ def name_foreign_memory(victim: str, slab: tuple[int, int, int]) -> tuple[str, s
     agent = current_worker().agent
     number, fd, size = slab
     floats = TensorMeta(dtype_code(), (1000,), 0)
-    body = Body(tree=[[9, 0], None], buffers=(InPeer(number, fd, size),), tensors=(floats,))
+    body = Body(tree=TreeWriter().write((torch.zeros(1), None)), buffers=(InPeer(number, fd, size),), tensors=(floats,))
     peer = agent.peer(victim)
     call = agent.start_call(peer, "attack", 10.0, lambda i, _: Call(i, "programs.hostile:kept_double", body))
     try:
@@ -100,7 +102,8 @@ def dtype_code() -> int:
 def pass_for(other: str, victim: str) -> str:
     """Dials the victim under another worker's identity, and sends a request."""
     worker = current_worker()
-    network: Any = worker.on_fork[0].__self__  # type: ignore[attr-defined]
+    owners = [getattr(action, "__self__", None) for action in worker.on_fork]
+    network = next(owner for owner in owners if isinstance(owner, Network))
     fake, target = worker.agent.peer(other).record, worker.agent.peer(victim).record
     address = network._choose(worker.agent.me, target)
     try:
@@ -116,7 +119,7 @@ def pass_for(other: str, victim: str) -> str:
     except (TelegradError, OSError) as error:
         return f"refused: {error}"
     try:
-        header = codec.encode(Call(1, "programs.hostile:touch", Body(tree=["stranger", None])))
+        header = codec.encode(Call(1, "programs.hostile:touch", Body(tree=TreeWriter().write(("stranger", None)))))
         stream.send([prefix(len(header), 0) + header])
         answer = bytearray(1 << 12)
         while select.select([stream.fileno()], [], [], 10.0)[0]:
