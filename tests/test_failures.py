@@ -217,3 +217,15 @@ def test_an_error_that_is_kept_holds_no_frames_but_knows_its_story() -> None:
     failure, _ = failure_of(kept, 1, "worker", parcel_of)
     assert "in fails" in failure.traceback
     assert "inner" in failure.traceback
+
+
+def test_what_a_peer_says_cannot_steer_a_terminal() -> None:
+    evil = "\x1b]0;owned\x07\x1b[2J"
+    failure = Failure(1, "b", f"nowhere:{evil}", f"first {evil}\n\tsecond\r", f"Traceback {evil}\n  line\n")
+    error = rebuild(failure, None, True)
+    assert "\x1b" not in str(error)
+    assert "\x07" not in str(error)
+    assert "\r" not in str(error)
+    assert "first \\x1b]0;owned" in str(error)
+    assert "\n\tsecond\\r" in str(error)
+    assert "  line" in str(error)

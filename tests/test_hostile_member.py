@@ -16,6 +16,7 @@ from torch import Tensor
 
 from support import PATIENCE, Gate, eventually, in_thread, pass_through
 from telegrad import autograd, rpc
+from telegrad.agent.futures import Future
 from telegrad.autograd.context import Send
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, PassId
@@ -35,6 +36,7 @@ from telegrad.wire.messages import (
     Gradients,
     InPeer,
     Message,
+    Node,
     Note,
     NotePayload,
     PassFailed,
@@ -357,3 +359,48 @@ def test_a_refused_member_writes_a_bounded_number_of_lines(job: Cluster, caplog:
         job["m"].rpc_sync("a", run_me, ("m",))
         assert eventually(lambda: any("only counted" in record.getMessage() for record in caplog.records))
     assert len([record for record in caplog.records if "refused" in record.getMessage()]) < 30
+
+
+class Slow:
+    """Made only when the gate opens."""
+
+    def __init__(self, gate: Gate) -> None:
+        gate.pass_through()
+
+    def get(self) -> int:
+        return 7
+
+
+def lend(workers: Cluster, rref_id: GlobalId) -> Future:
+    """m calls a method of a reference of a's that it says to have."""
+    agent = workers["m"].agent
+    fork = RRefFork(rref_id, rref_id, workers["a"].id, workers["m"].id, lent=True)
+    tree = Node(1, [Node(6, [0]), "get", Node(1, []), Node(2, []), None])
+    body, future = Body(tree=tree, rrefs=(fork,)), Future()
+    name = "telegrad.rref.rref:call_method"
+    agent.start_call(agent.peer("a"), "attack", 60.0, lambda i, _: Call(i, name, body), None, future)
+    return future
+
+
+def test_calls_on_references_that_never_come_take_no_threads_and_are_bounded(job: Cluster) -> None:
+    job["m"].rpc_sync("a", run_me, ("m",))
+    before = job["a"].agent.pool.busy
+    futures = [lend(job, GlobalId(job["b"].id, 1000 + number)) for number in range(1100)]
+    assert eventually(lambda: sum(future.done() for future in futures) == 100)  # those beyond the bound
+    job["m"].rpc_sync("a", run_me, ("m",))
+    assert eventually(lambda: job["a"].agent.pool.busy == before)
+    assert len(job["a"].agent.pool._threads) < 50
+    refused = next(future for future in futures if future.done())
+    with pytest.raises(TelegradError, match="calls wait for references whose values have not been made"):
+        refused.wait()
+
+
+def test_a_method_of_a_value_that_is_being_made_waits_without_a_thread(job: Cluster) -> None:
+    gate = Gate()
+    rref = rpc.remote("b", Slow, (gate,))
+    gate.wait_entered()
+    futures = [rref.rpc_async().get() for _ in range(50)]
+    assert eventually(lambda: len(job["b"].references._owned[rref._rref_id]) == 50)
+    assert eventually(lambda: job["b"].agent.pool.busy == 1)
+    gate.open()
+    assert [future.wait() for future in futures] == [7] * 50

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["printable"]
+__all__ = ["printable", "printable_lines"]
 
 
 def printable(text: str, limit: int = 200) -> str:
@@ -15,3 +15,11 @@ def printable(text: str, limit: int = 200) -> str:
         char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text[:limit]
     )
     return f"{shown}... ({len(text)} characters)" if len(text) > limit else shown
+
+
+def printable_lines(text: str, limit: int = 64 << 10) -> str:
+    """The same for text of several lines, such as a traceback: newlines and tabs stay."""
+    if text.isprintable() and len(text) <= limit:
+        return text
+    lines = text[:limit].split("\n")
+    return "\n".join("\t".join(printable(part, limit) for part in line.split("\t")) for line in lines)

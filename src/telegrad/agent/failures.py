@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from telegrad._text import printable, printable_lines
 from telegrad.errors import RemoteError, TelegradError
 from telegrad.wire.callables import exception_type
 from telegrad.wire.messages import Failure
@@ -104,14 +105,16 @@ def _clean(text: str) -> str:
 
 def rebuild(failure: Failure, details: Any, allow_any: bool) -> Exception:
     """The exception to raise here for one that was raised over there."""
-    text = f"{failure.text}\n\nThis was raised on worker {failure.worker!r}:\n{failure.traceback.rstrip()}"
+    story = printable_lines(failure.traceback.rstrip())
+    text = f"{printable_lines(failure.text)}\n\nThis was raised on worker {failure.worker!r}:\n{story}"
     kind = exception_type(failure.type_name, allow_any)
+    type_name = printable(failure.type_name.replace(":", "."))
     if kind is None:
-        return RemoteError(f"{failure.type_name.replace(':', '.')}: {text}")
+        return RemoteError(f"{type_name}: {text}")
     try:
         return _rebuild_as(kind, details, text)
     except Exception:
-        return RemoteError(f"{failure.type_name.replace(':', '.')}: {text}")
+        return RemoteError(f"{type_name}: {text}")
 
 
 def _rebuild_as(kind: type[BaseException], details: Any, text: str) -> Exception:

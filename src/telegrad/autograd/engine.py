@@ -26,6 +26,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from telegrad._text import printable_lines
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import failure_of, rebuild
 from telegrad.agent.peers import PeerState
@@ -375,7 +376,7 @@ class Engine:
                 raise ProtocolError("it ended a pass that it neither began nor told this worker of")
             context.passes[pass_id] = None  # so that a late message does not bring it back
         if this is not None:
-            self._abort(this, TelegradError(f"the pass was ended: {payload.reason}"))
+            self._abort(this, TelegradError(f"the pass was ended: {printable_lines(payload.reason)}"))
 
     @staticmethod
     def _may_tell(sender: int, context: Context, this: Pass | None) -> bool:
