@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.errors import ProtocolError
-from telegrad.ids import GlobalId
+from telegrad.ids import GlobalId, PassId
 from telegrad.wire import codec, messages
-from telegrad.wire.messages import Body, Call, Failure, InPeer, Note, Ping, Reply, Taken, TensorMeta
+from telegrad.wire.messages import Body, Call, Failure, Goodbye, InPeer, Note, Reply, Taken, TensorMeta
 from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)
@@ -23,6 +23,7 @@ sizes = st.integers(0, 2**63 - 1)
 numbers = st.integers(-(2**63), 2**63 - 1)
 shapes = st.lists(sizes, max_size=4).map(tuple)
 ids = st.builds(GlobalId, sizes, sizes)
+pass_ids = st.builds(PassId, sizes, sizes, sizes)
 plain = st.recursive(
     st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text() | st.binary(),
     lambda inner: st.lists(inner, max_size=4),
@@ -47,7 +48,7 @@ bodies = st.builds(
     st.lists(forks, max_size=2).map(tuple),
     plain,
 )
-BY_TYPE = {int: numbers, str: st.text(), bool: st.booleans(), Body: bodies, GlobalId: ids}
+BY_TYPE = {int: numbers, str: st.text(), bool: st.booleans(), Body: bodies, GlobalId: ids, PassId: pass_ids}
 
 
 def record(kind):
@@ -90,6 +91,7 @@ EXAMPLES = {
     str: "naïve",
     bool: True,
     GlobalId: GlobalId(3, 4),
+    PassId: PassId(3, 4, 5),
     Body: Body(
         [0, 1, "a", None, [1, 2.5]],
         1,
@@ -165,7 +167,14 @@ def test_every_payload_of_a_note_comes_back(payload):
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
 def test_a_header_may_be_any_memory(wrap):
-    assert codec.decode(wrap(codec.encode(Ping()))) == Ping()
+    assert codec.decode(wrap(codec.encode(Goodbye()))) == Goodbye()
+
+
+def test_a_request_goes_one_way_and_its_answer_the_other():
+    from_dialler, from_dialled = messages.FROM_DIALLER, messages.FROM_DIALLED
+    assert from_dialler | from_dialled == set(MESSAGES)
+    assert from_dialler - from_dialled == {Call, messages.RemoteCall, messages.Fetch, messages.Barrier, Note}
+    assert from_dialled - from_dialler == {Reply, Failure}
 
 
 def test_a_tag_is_used_once():
@@ -178,7 +187,7 @@ def test_a_tag_is_used_once():
 
 def test_stream_sizes_are_the_buffers_that_follow():
     assert codec.stream_sizes(Reply(1, Body(buffers=(b"x", 5, InPeer(1, 2, 3), 7)))) == [5, 7]
-    assert codec.stream_sizes(Ping()) == []
+    assert codec.stream_sizes(Goodbye()) == []
 
 
 def test_a_slab_that_is_not_kept_is_given_back():
@@ -216,7 +225,7 @@ def malformed(*fields):
         malformed(4),
         malformed(4, "1"),
         malformed(4, 2**64 - 1, [None, 0, 0]),
-        malformed(7, "too", "many"),
+        malformed(9, "too", "many"),
         malformed(1, 1, 5),
         malformed(30, 1, 0, [99, [0, 1]]),
         malformed(4, 1, [None, -1, [], [-1]]),
@@ -230,7 +239,7 @@ def malformed(*fields):
         malformed(4, 1, [None, -1, [], [], [[0, [-1]]]]),
         malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [-1]]]]),
         malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [1], -1]]]),
-        codec.encode(Ping()) + b"\x00",
+        codec.encode(Goodbye()) + b"\x00",
         b"\x91" * 100_000,  # nested too deep
         b"\x93\x04\x01\x91" + b"\x91" * 100_000,
         b"\x93\x04\x01\x91\xdd\xff\xff\xff\xff",  # announces four billion items
