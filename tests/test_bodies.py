@@ -15,7 +15,7 @@ import torch
 from telegrad.agent import bodies
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.peers import Peer, WorkerRecord
-from telegrad.errors import SerializationError, WorkerLostError
+from telegrad.errors import ProtocolError, SerializationError, WorkerLostError
 from telegrad.ids import GlobalId
 from telegrad.transport import lane
 from telegrad.transport.buffers import size_class
@@ -31,8 +31,9 @@ WORD = bytes(range(32))
 class FakeLink:
     """One end of a link: holds what was lent, and remembers what is to be said."""
 
-    def __init__(self, peer_id: int, lane_open: bool = True) -> None:
+    def __init__(self, peer_id: int, lane_open: bool = True, pid: int | None = None) -> None:
         self.peer_id = peer_id
+        self.pid = pid
         self.lane_open = lane_open
         self.held: dict[int, Any] = {}
         self.posted: list[Taken] = []
@@ -45,7 +46,7 @@ class Pair:
     """A sender and a receiver, and both ends of the link between them."""
 
     def __init__(self, lane_open: bool = True) -> None:
-        self.out, self.back = FakeLink(1, lane_open), FakeLink(0)
+        self.out, self.back = FakeLink(1, lane_open), FakeLink(0, pid=os.getpid())
         self.to = Peer(WorkerRecord(1, "receiver"), Route(1))
         self.peers = {0: Peer(WorkerRecord(0, "sender", pid=os.getpid(), lane_word=WORD), Route(0)), 1: self.to}
         self.sender = Bodies(self.peers.__getitem__, True, WORD)
@@ -123,6 +124,21 @@ def test_a_lane_that_is_closed_takes_nothing() -> None:
     assert pair.out.held == {}
     assert is_all(pair.open(parcel)[0], 5)
     assert pair.slabs == 0
+
+
+def test_the_memory_of_a_process_is_read_only_where_the_kernel_vouches_for_that_process(pair: Pair) -> None:
+    """On TCP a peer could name the process of another worker of this host."""
+    parcel = pair.pack([tensor(5)])
+    pair.back.pid = None
+    with pytest.raises(ProtocolError, match="worker 'sender' names shared memory, but is not on this host"):
+        pair.open(parcel)
+    assert pair.receiver._windows == {}
+    assert pair.back.posted == []
+
+
+def test_the_process_is_the_one_at_the_other_end_whatever_the_record_says(pair: Pair) -> None:
+    pair.peers[0].record = WorkerRecord(0, "sender", pid=1, lane_word=WORD)
+    assert is_all(pair.open(pair.pack([tensor(5)]))[0], 5)
 
 
 def test_beyond_the_last_slab_buffers_go_by_the_socket(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,13 +341,13 @@ def test_nobody_gives_back_what_another_has(pair: Pair) -> None:
 def test_a_message_that_nobody_wants_gives_its_slabs_back(pair: Pair) -> None:
     parcel = pair.pack([tensor(1), tensor(2), 3])
     fork = RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 0)
-    made: list[RRefFork] = []
-    pair.receiver.make_reference = made.append
+    made: list[tuple[RRefFork, int]] = []
+    pair.receiver.make_reference = lambda fork, sender: made.append((fork, sender))
     body = arrived(parcel)
     pair.receiver.discard(pair.back, Body(body.tree, buffers=(*body.buffers, bytearray(b"x"), 5), rrefs=(fork,)))
     assert pair.deliver() == [Taken(slab.number) for slab in parcel.slabs]
     assert pair.idle == 2 * size_class(BIG)
-    assert made == [fork]
+    assert made == [(fork, 0)]
 
 
 def test_a_value_that_cannot_be_rebuilt_gives_its_slabs_back(pair: Pair) -> None:
@@ -459,7 +475,7 @@ def test_a_slab_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 def test_a_sender_that_is_gone(pair: Pair) -> None:
     parcel = pair.pack([tensor(1)])
-    pair.peers[0] = Peer(WorkerRecord(0, "sender", pid=2**22 + 1, lane_word=WORD), Route(0))
+    pair.back.pid = 2**22 + 1
     with pytest.raises(WorkerLostError, match="worker 'sender' took 100,000 bytes away"):
         pair.open(parcel)
 

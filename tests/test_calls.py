@@ -56,6 +56,15 @@ def test_the_next_deadline_is_the_earliest(timeouts: list[int]) -> None:
     assert calls.next_deadline() == min((5.0 + timeout for timeout in timeouts if timeout), default=math.inf)
 
 
+def test_a_call_is_found_until_it_is_settled() -> None:
+    calls: Calls[str] = Calls()
+    one, other = calls.start(0, "f", 0.0, 0.0, "one"), calls.start(1, "f", 0.0, 5.0, "other")
+    assert calls.find(one.call_id) is calls.find(one.call_id) is one, "to look changes nothing"
+    assert calls.finish(one.call_id) is one
+    calls.expire(10.0)
+    assert calls.find(one.call_id) is calls.find(other.call_id) is calls.find(10**6) is None
+
+
 def test_a_timeout_of_zero_never_expires() -> None:
     calls: Calls[None] = Calls()
     calls.start(0, "f", 0.0, 0.0, None)

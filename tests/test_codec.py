@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
 from telegrad.errors import ProtocolError
-from telegrad.ids import GlobalId
+from telegrad.ids import GlobalId, PassId
 from telegrad.wire import codec, messages
-from telegrad.wire.messages import Body, Call, Failure, InPeer, Node, Note, Ping, Reply, Taken, TensorMeta
+from telegrad.wire.messages import Body, Call, Failure, Goodbye, InPeer, Node, Note, Reply, Taken, TensorMeta
 from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)
@@ -25,6 +25,7 @@ numbers = st.integers(-(2**63), 2**63 - 1)
 bytes_ = st.just(0)
 shapes = st.lists(sizes, max_size=4).map(tuple)
 ids = st.builds(GlobalId, sizes, sizes)
+pass_ids = st.builds(PassId, sizes, sizes, sizes)
 plain = st.recursive(
     st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | st.text() | st.builds(Ext, bytes_, st.binary()),
     lambda inner: st.builds(Node, numbers, st.lists(inner, max_size=4)),
@@ -49,7 +50,15 @@ bodies = st.builds(
     st.lists(forks, max_size=2).map(tuple),
     st.none() | st.lists(numbers | st.lists(numbers, max_size=3), max_size=3),
 )
-BY_TYPE = {int: numbers, bytes: st.binary(), str: st.text(), bool: st.booleans(), Body: bodies, GlobalId: ids}
+BY_TYPE = {
+    int: numbers,
+    bytes: st.binary(),
+    str: st.text(),
+    bool: st.booleans(),
+    Body: bodies,
+    GlobalId: ids,
+    PassId: pass_ids,
+}
 
 
 def record(kind):
@@ -93,6 +102,7 @@ EXAMPLES = {
     str: "naïve",
     bool: True,
     GlobalId: GlobalId(3, 4),
+    PassId: PassId(3, 4, 5),
     Body: Body(
         Node(0, [1, "a", None, Ext(0, b"b"), Node(1, [2.5])]),
         1,
@@ -168,7 +178,14 @@ def test_every_payload_of_a_note_comes_back(payload):
 
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
 def test_a_header_may_be_any_memory(wrap):
-    assert codec.decode(wrap(codec.encode(Ping()))) == Ping()
+    assert codec.decode(wrap(codec.encode(Goodbye()))) == Goodbye()
+
+
+def test_a_request_goes_one_way_and_its_answer_the_other():
+    from_dialler, from_dialled = messages.FROM_DIALLER, messages.FROM_DIALLED
+    assert from_dialler | from_dialled == set(MESSAGES)
+    assert from_dialler - from_dialled == {Call, messages.RemoteCall, messages.Fetch, messages.Barrier, Note}
+    assert from_dialled - from_dialler == {Reply, Failure}
 
 
 def test_a_tag_is_used_once():
@@ -181,7 +198,7 @@ def test_a_tag_is_used_once():
 
 def test_stream_sizes_are_the_buffers_that_follow():
     assert codec.stream_sizes(Reply(1, Body(buffers=(b"x", 5, InPeer(1, 2, 3), 7)))) == [5, 7]
-    assert codec.stream_sizes(Ping()) == []
+    assert codec.stream_sizes(Goodbye()) == []
 
 
 def test_a_slab_that_is_not_kept_is_given_back():
@@ -219,7 +236,7 @@ def malformed(*fields):
         malformed(4),
         malformed(4, "1"),
         malformed(4, 2**64 - 1, [None, 0, 0]),
-        malformed(7, "too", "many"),
+        malformed(9, "too", "many"),
         malformed(1, 1, 5),
         malformed(30, 1, 0, [99, [0, 1]]),
         malformed(4, 1, [None, -1, [], [-1]]),
@@ -233,7 +250,7 @@ def malformed(*fields):
         malformed(4, 1, [None, -1, [], [], [[0, [-1]]]]),
         malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [-1]]]]),
         malformed(4, 1, [None, -1, [], [], [[0, [1], 0, [1], -1]]]),
-        codec.encode(Ping()) + b"\x00",
+        codec.encode(Goodbye()) + b"\x00",
         b"\x91" * 100_000,  # nested too deep
         b"\x93\x04\x01\x91" + b"\x91" * 100_000,
         b"\x93\x04\x01\x91\xdd\xff\xff\xff\xff",  # announces four billion items

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad.autograd.diffusion import Answer, Diffusion
+from telegrad.errors import ProtocolError
 
 ROOT = 0
 
@@ -251,3 +252,29 @@ def test_repr_says_what_is_waited_for() -> None:
     worker.sent(3)
     worker.sent(1)
     assert repr(worker) == "2 active, waits for [1, 3]"
+
+
+# --- answers that are not due ---
+
+
+@pytest.mark.parametrize(
+    ("by", "messages", "owed"),
+    [(2, 1, 0), (1, 3, 0), (1, 0, 0), (1, -1, 0), (1, 1, -1)],
+    ids=["of another", "too many", "none", "fewer than none", "owes fewer than none"],
+)
+def test_an_answer_that_is_not_due_changes_nothing(by: int, messages: int, owed: int) -> None:
+    root = Diffusion(root=True)
+    root.active += 1
+    assert root.sent(1)
+    assert root.sent(1)
+    root.active -= 1
+    with pytest.raises(ProtocolError, match=f"it answered {messages} messages, of {2 if by == 1 else 0} that wait"):
+        root.answered(by, messages, owed)
+    assert root.awaited == {1}
+    root.answered(1, 1, 0)
+    assert not root.over
+    root.answered(1, 1, 0)
+    assert root.over
+    with pytest.raises(ProtocolError):
+        root.answered(1, 1, 0)
+    assert root.over

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.wire import codec
 from telegrad.wire.frames import MAGIC, MAX_HEADER, PREFIX, FrameReader, prefix
-from telegrad.wire.messages import Body, Call, Goodbye, InPeer, Node, Ping, Reply, Taken
+from telegrad.wire.messages import Body, Call, Goodbye, InPeer, LaneOpen, Node, Reply, Taken
 from wire_trip import FUZZ_EXAMPLES, feed
 
 
@@ -35,7 +35,7 @@ def streaming(call_id: int, *sizes: int) -> tuple[Reply, list[bytes]]:
 
 
 STORY = [
-    (Ping(), []),
+    (LaneOpen(), []),
     (Call(1, "math:sqrt", Body(Node(1, [1, 2.0, None]))), []),
     streaming(2, 9_000),
     (Goodbye(), []),
@@ -75,9 +75,9 @@ def test_random_chunks(chunks):
 
 
 def test_several_frames_in_one_chunk_come_out_together():
-    reading, data = reader(), frame(Ping()) * 50
+    reading, data = reader(), frame(Goodbye()) * 50
     reading.space()[: len(data)] = data
-    assert [message for message, _ in reading.advance(len(data))] == [Ping()] * 50
+    assert [message for message, _ in reading.advance(len(data))] == [Goodbye()] * 50
 
 
 @pytest.mark.parametrize("extra", range(-40, 41, 8))
@@ -154,7 +154,7 @@ def test_sizes_that_disagree(sizes, follows):
         feed(reader(), prefix(len(header), follows) + header)
 
 
-@pytest.mark.parametrize("message", [Ping(), Taken(1)])
+@pytest.mark.parametrize("message", [Goodbye(), Taken(1)])
 def test_bytes_after_a_message_that_has_no_buffers(message):
     header = codec.encode(message)
     with pytest.raises(ProtocolError, match="bytes follow"):

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
 from telegrad.transport.handshake import (
+    JOIN_NONCE,
     MAGIC,
     MAX_BUFFERED,
     MAX_NAME,
+    VERSION,
     ClientHandshake,
     Handshake,
     Identity,
     Kind,
+    Refusal,
     ServerHandshake,
     _message,
     derive_key,
@@ -29,8 +32,9 @@ FUZZ = settings(
 )
 KEY = derive_key(b"secret", "job")
 OTHER_KEY = derive_key(b"another", "job")
-ALICE = Identity(0, "alice")
-BOB = Identity(1, "bob")
+ALICE = Identity(0, "alice", b"a" * JOIN_NONCE)
+BOB = Identity(1, "bob", b"b" * JOIN_NONCE)
+OTHER_BOB = Identity(1, "bob", b"c" * JOIN_NONCE)  # of another job, or before a restart
 
 
 def converse(client: Handshake, server: Handshake, piece: int = 1000) -> None:
@@ -46,7 +50,9 @@ def converse(client: Handshake, server: Handshake, piece: int = 1000) -> None:
         to_client = b""
 
 
-def pair(client_key: bytes = KEY, server_key: bytes = KEY, expect: int = 1) -> tuple[ClientHandshake, ServerHandshake]:
+def pair(
+    client_key: bytes = KEY, server_key: bytes = KEY, expect: Identity = BOB
+) -> tuple[ClientHandshake, ServerHandshake]:
     return ClientHandshake(client_key, ALICE, expect), ServerHandshake(server_key, BOB)
 
 
@@ -62,7 +68,7 @@ def test_both_learn_who_the_other_is(piece: int) -> None:
 
 def test_the_longest_name_fits() -> None:
     me = Identity(65535, "é" * (MAX_NAME // 2))
-    client, server = ClientHandshake(KEY, me, 65535), ServerHandshake(KEY, me)
+    client, server = ClientHandshake(KEY, me, me), ServerHandshake(KEY, me)
     converse(client, server, 1)
     assert server.peer == me == client.peer
 
@@ -71,6 +77,25 @@ def test_the_longest_name_fits() -> None:
 def test_an_identity_that_cannot_be(worker_id: int, name: str) -> None:
     with pytest.raises(UsageError):
         Identity(worker_id, name)
+
+
+@pytest.mark.parametrize("nonce", [b"", bytes(JOIN_NONCE - 1), bytes(JOIN_NONCE + 1)])
+def test_a_nonce_of_another_size(nonce: bytes) -> None:
+    with pytest.raises(UsageError, match=f"has {JOIN_NONCE} bytes, not {len(nonce)}"):
+        Identity(0, "a", nonce)
+
+
+def test_an_identity_comes_back() -> None:
+    assert Identity.decode(ALICE.encode()) == ALICE
+    assert Identity.decode(OTHER_BOB.encode()) != BOB
+
+
+def test_the_longest_messages_are_shorter_than_the_buffer() -> None:
+    longest = Identity(65535, "x" * MAX_NAME)
+    client, server = ClientHandshake(KEY, longest, longest), ServerHandshake(KEY, longest)
+    hello = client.start()
+    assert len(hello) < MAX_BUFFERED
+    assert len(server.feed(client.feed(server.feed(hello)))) < MAX_BUFFERED
 
 
 def test_the_key_depends_on_secret_and_job() -> None:
@@ -110,13 +135,13 @@ def test_a_server_without_the_secret_cannot_pretend() -> None:
 
 def test_the_server_tells_a_stranger_nothing_that_depends_on_the_secret() -> None:
     server = ServerHandshake(KEY, BOB)
-    challenge = server.feed(ClientHandshake(OTHER_KEY, ALICE, 1).start())
+    challenge = server.feed(ClientHandshake(OTHER_KEY, ALICE, BOB).start())
     assert len(challenge) == 13 + 32
     assert b"bob" not in challenge
 
 
 def test_the_wrong_worker_is_noticed_on_both_sides() -> None:
-    client, server = pair(expect=7)
+    client, server = pair(expect=Identity(7, "carol"))
     proof = client.feed(server.feed(client.start()))
     with pytest.raises(AuthenticationError, match="looked for worker 7, this is worker 1"):
         server.feed(proof)
@@ -126,14 +151,25 @@ def test_the_wrong_worker_is_noticed_on_both_sides() -> None:
     assert not client.done
 
 
+@pytest.mark.parametrize("expect", [OTHER_BOB, Identity(1, "robert", BOB.nonce)])
+def test_a_worker_with_another_nonce_or_name_is_noticed_by_the_dialler(expect: Identity) -> None:
+    """It has the key and the id, but is not the one whose record the dialler has read."""
+    client, server = pair(expect=expect)
+    with pytest.raises(AuthenticationError, match=r"reached worker 1 \('bob'\), or that worker of another job"):
+        converse(client, server)
+    assert server.peer == ALICE  # it is for its caller to compare that with the record
+    assert not client.done
+    assert client.peer is None
+
+
 def test_another_binding_means_a_machine_in_the_middle() -> None:
-    client, server = ClientHandshake(KEY, ALICE, 1, b"a" * 32), ServerHandshake(KEY, BOB, b"b" * 32)
+    client, server = ClientHandshake(KEY, ALICE, BOB, b"a" * 32), ServerHandshake(KEY, BOB, b"b" * 32)
     with pytest.raises(AuthenticationError):
         converse(client, server)
 
 
 def test_two_clients_fed_to_each_other() -> None:
-    one, two = ClientHandshake(KEY, ALICE, 1), ClientHandshake(KEY, BOB, 0)
+    one, two = ClientHandshake(KEY, ALICE, BOB), ClientHandshake(KEY, BOB, ALICE)
     one.start()
     with pytest.raises(ProtocolError, match="HELLO where CHALLENGE belongs"):
         one.feed(two.start())
@@ -141,7 +177,7 @@ def test_two_clients_fed_to_each_other() -> None:
 
 def test_a_proof_sent_back_is_no_welcome() -> None:
     """An attacker without the secret has the client sign, and returns the client's own MAC as the server's."""
-    client = ClientHandshake(KEY, ALICE, 0)
+    client = ClientHandshake(KEY, ALICE, ALICE)
     client.start()
     proof = client.feed(_message(Kind.CHALLENGE, b"n" * 32))
     with pytest.raises(AuthenticationError):
@@ -159,28 +195,41 @@ def test_a_recorded_conversation_is_worth_nothing() -> None:
         replayed.feed(proof)
 
 
-def test_a_forged_name_breaks_the_proof() -> None:
+@pytest.mark.parametrize(("said", "forged"), [(b"alice", b"malic"), (ALICE.nonce, OTHER_BOB.nonce)])
+def test_a_forged_name_or_nonce_breaks_the_proof(said: bytes, forged: bytes) -> None:
     client, server = pair()
-    forged = client.start().replace(b"alice", b"malic")
+    hello = client.start()
+    assert hello.count(said) == 1
     with pytest.raises(AuthenticationError):
-        server.feed(client.feed(server.feed(forged)))
+        server.feed(client.feed(server.feed(hello.replace(said, forged))))
 
 
 # --- what is not the protocol ---
 
 
 def test_another_version_is_told_so_both_ways() -> None:
-    hello = bytearray(ClientHandshake(KEY, ALICE, 1).start())
+    hello = bytearray(ClientHandshake(KEY, ALICE, BOB).start())
     hello[9] = 99
     server = ServerHandshake(KEY, BOB)
-    with pytest.raises(ProtocolError, match="version 99 of the protocol, this worker version 1"):
+    with pytest.raises(ProtocolError, match=f"version 99 of the protocol, this worker version {VERSION}"):
         server.feed(bytes(hello))
     answer = bytearray(server.farewell)
-    answer[9] = 2
-    client = ClientHandshake(KEY, ALICE, 1)
+    answer[9] = 98
+    client = ClientHandshake(KEY, ALICE, BOB)
     client.start()
-    with pytest.raises(ProtocolError, match="version 2 of the protocol, this worker version 1"):
+    with pytest.raises(ProtocolError, match=f"version 98 of the protocol, this worker version {VERSION}"):
         client.feed(bytes(answer))
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"), [(Refusal.VERSION, ProtocolError), (Refusal.SECRET, AuthenticationError), (99, ProtocolError)]
+)
+def test_a_refusal_says_why(reason: int, error: type[Exception]) -> None:
+    client = ClientHandshake(KEY, ALICE, BOB)
+    client.start()
+    with pytest.raises(error, match="refused") as refusal:
+        client.feed(_message(Kind.REFUSAL, bytes([reason])))
+    assert refusal.type is error
 
 
 @pytest.mark.parametrize(
@@ -206,7 +255,7 @@ def test_one_wrong_byte_is_enough() -> None:
         server.feed(b"!")
 
 
-@pytest.mark.parametrize("size", [0, 36, 165, 0xFFFF])
+@pytest.mark.parametrize("size", [0, 52, 181, 0xFFFF])
 def test_a_length_that_cannot_be_is_refused_at_the_header(size: int) -> None:
     header = _message(Kind.HELLO, b"")[:11] + size.to_bytes(2, "big")
     with pytest.raises(ProtocolError, match=f"HELLO of {size} bytes"):
@@ -258,7 +307,7 @@ def test_a_machine_that_has_failed_stays_failed() -> None:
     with pytest.raises(ProtocolError):
         server.feed(b"?")
     with pytest.raises(ProtocolError):
-        server.feed(ClientHandshake(KEY, ALICE, 1).start())
+        server.feed(ClientHandshake(KEY, ALICE, BOB).start())
     assert not server.done
 
 
@@ -279,8 +328,8 @@ def abuse(machine: Handshake, pieces: list[bytes]) -> None:
 def machines() -> list[Handshake]:
     """Every state that a machine can wait in."""
     fresh, waiting = ServerHandshake(KEY, BOB), ServerHandshake(KEY, BOB)
-    waiting.feed(ClientHandshake(KEY, ALICE, 1).start())
-    started, proved = ClientHandshake(KEY, ALICE, 1), ClientHandshake(KEY, ALICE, 1)
+    waiting.feed(ClientHandshake(KEY, ALICE, BOB).start())
+    started, proved = ClientHandshake(KEY, ALICE, BOB), ClientHandshake(KEY, ALICE, BOB)
     started.start()
     proved.start()
     proved.feed(_message(Kind.CHALLENGE, b"n" * 32))
@@ -291,9 +340,9 @@ HEADERS = st.builds(
     lambda version, kind, size, body: (
         MAGIC + version.to_bytes(2, "big") + bytes([kind]) + size.to_bytes(2, "big") + body
     ),
-    st.sampled_from([1, 1, 1, 0, 2, 65535]),
+    st.sampled_from([VERSION, VERSION, VERSION, 0, VERSION + 1, 65535]),
     st.integers(0, 7),
-    st.one_of(st.sampled_from([1, 32, 37, 40, 164, 165]), st.integers(0, 65535)),
+    st.one_of(st.sampled_from([1, 32, 53, 56, 180, 181]), st.integers(0, 65535)),
     st.binary(max_size=400),
 )
 
@@ -305,7 +354,7 @@ def test_fuzz_random_bytes(which: int, pieces: list[bytes]) -> None:
 
 
 @FUZZ
-@given(which=st.integers(0, 3), kind=st.sampled_from(list(Kind)), body=st.binary(max_size=170))
+@given(which=st.integers(0, 3), kind=st.sampled_from(list(Kind)), body=st.binary(max_size=190))
 def test_fuzz_messages_that_are_well_formed(which: int, kind: Kind, body: bytes) -> None:
     abuse(machines()[which], [_message(kind, body)])
 

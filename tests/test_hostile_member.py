@@ -206,7 +206,7 @@ def test_a_reference_cannot_be_sent_in_the_name_of_another_worker(job: Cluster) 
 
 def test_a_value_cannot_be_made_under_the_id_of_another_worker(job: Cluster) -> None:
     rref_id = GlobalId(job["b"].id, 5)
-    as_member(job, RemoteCall(1, "test_hostile_member:run_me", rref_id, rref_id))
+    as_member(job, RemoteCall(1 << 40, "test_hostile_member:run_me", rref_id, rref_id))
     job["m"].rpc_sync("a", run_me, ("m",))
     assert job["a"].references.counts()["values"] == 0
 

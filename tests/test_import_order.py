@@ -24,9 +24,9 @@ LAYERS = [line.split() for line in """
     telegrad.wire.by_value  telegrad.wire.values
     telegrad.transport
     telegrad.transport.base  telegrad.transport.buffers  telegrad.transport.copier  telegrad.transport.handshake
-    telegrad.transport.sockets
+    telegrad.transport.refusals  telegrad.transport.sockets
     telegrad.transport.lane  telegrad.transport.tls
-    telegrad.transport.admission
+    telegrad.transport.admission  telegrad.transport.identity
     telegrad.transport.dial
     telegrad.transport.listener
     telegrad.current
@@ -38,7 +38,7 @@ LAYERS = [line.split() for line in """
     telegrad.agent.backlog
     telegrad.agent.pool
     telegrad.agent.coroutines  telegrad.agent.link  telegrad.agent.memory
-    telegrad.agent.bodies  telegrad.agent.outcomes  telegrad.agent.pulse
+    telegrad.agent.bodies  telegrad.agent.liveness  telegrad.agent.outcomes
     telegrad.agent.mail
     telegrad.agent.agent
     telegrad.agent.barrier  telegrad.agent.execution

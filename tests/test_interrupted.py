@@ -215,16 +215,6 @@ def test_a_close_waits_once_and_not_once_per_thread(pair: Cluster) -> None:
     assert sum(waited) < 4 * 0.2
 
 
-def test_workers_with_different_patience_keep_in_touch() -> None:
-    with cluster("a", "b", timeout=PATIENCE) as workers:
-        patient, hasty = workers["a"], workers["b"]
-        assert patient.rpc_sync("b", answer, (1,)) == 1
-        peer = patient.agent.peer("b")
-        peer.record = type(peer.record)(1, "b", heartbeat=0.4)
-        assert patient.agent.pulse.patience(peer) == 0.4
-        assert hasty.agent.pulse.patience(hasty.agent.peer("b")) == hasty.agent.options.heartbeat
-
-
 def test_two_devices_cannot_go_to_one() -> None:
     options = RpcBackendOptions()
     options.set_device_map("b", {"cuda:0": "cuda:1"})

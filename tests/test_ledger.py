@@ -26,6 +26,7 @@ from telegrad.wire.messages import (
     UserDelete,
 )
 
+STRANGER = WorkerId(99)
 NOTES = (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete)
 A, B, C, O = (WorkerId(number) for number in range(4))  # noqa: E741
 
@@ -352,9 +353,9 @@ def test_illegal_events_name_event_role_and_state() -> None:
     with pytest.raises(UsageError, match="DROP of fork 0:0 on worker 0 as user: it is LEAVING"):
         a.drop(x)
     with pytest.raises(UsageError, match="DROP of fork 9:9 on worker 0 as user: it is GONE"):
-        a.drop(GlobalId(9, 9))
+        a.drop(GlobalId(9, 9 << 48))
     with pytest.raises(UsageError, match="share of 9:9 on worker 0 as owner"):
-        a.share(GlobalId(9, 9), None, B)
+        a.share(GlobalId(9, 9 << 48), None, B)
     with pytest.raises(UsageError, match="create_local"):
         a.create_remote(A)
     with pytest.raises(UsageError, match="itself"):
@@ -467,6 +468,146 @@ def test_repr_shows_what_is_there() -> None:
     a.share(x, x, C)
     assert repr(a) == "<Ledger of worker 0: holds 0:0 of 0:0@3: CONFIRMED, children [0:1]>"
     assert repr(o) == "<Ledger of worker 3: owns 0:0: 0 handles, forks {0:0: 0}>"
+
+
+# --- workers that speak of what is not theirs -------------------------------------------------------------------
+
+
+def test_only_its_holder_deletes_a_fork() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    o.on_note(C, ForkRequest(x, child))
+    for sender, fork_id in ((B, x), (C, x), (A, child), (B, child)):
+        assert o.on_note(sender, UserDelete(x, fork_id)) == []
+    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+
+
+def test_a_foreign_deletion_does_not_count_as_the_end_of_a_fork() -> None:
+    """It came before the owner had heard of the fork."""
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    assert o.on_note(B, UserDelete(x, child)) == []
+    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
+
+
+def test_a_foreign_deletion_leaves_no_tombstone() -> None:
+    a, _, _, o = ledgers()
+    x, _ = a.create_remote(O)
+    assert o.on_note(B, UserDelete(x, x)) == []
+    assert o.counts()["tombstones"] == 0
+    assert o.remote_arrived(x, x, A) == []
+    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+
+
+@pytest.mark.parametrize("arrived", [True, False])
+def test_a_fork_cannot_be_taken_over(arrived: bool) -> None:
+    a, _, _, o = ledgers()
+    x, _ = a.create_remote(O)
+    if arrived:
+        o.remote_arrived(x, x, A)
+    assert o.on_note(B, ForkRequest(x, x)) == [Send(B, ForkRefused(x))]
+    assert o.on_note(B, UserDelete(x, x)) == []
+    if not arrived:
+        assert o.remote_arrived(x, x, A) == []
+    assert o.worker_lost(B) == []
+    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+
+
+def test_only_the_owner_confirms_or_refuses_a_fork() -> None:
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    child, _ = c.receive(a.share(x, x, C))
+    assert child is not None
+    for sender in (A, B):
+        assert c.on_note(sender, ForkAccepted(child)) == c.on_note(sender, ForkRefused(child)) == []
+        assert not c.is_confirmed(child)
+    assert c.on_note(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child))]
+    assert c.on_note(B, ForkRefused(child)) == []
+    assert c.is_confirmed(child)
+
+
+def test_only_the_child_confirms_itself_to_its_parent() -> None:
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    child = a.share(x, x, C).fork_id
+    assert a.drop(x) == []
+    for sender in (B, O):
+        assert a.on_note(sender, ChildConfirmed(child)) == []
+    assert a.on_note(C, ChildConfirmed(child)) == [Send(O, UserDelete(x, x))]
+
+
+@pytest.mark.parametrize("ids", ["rref", "fork"])
+def test_a_value_cannot_be_made_under_an_id_of_another_worker(ids: str) -> None:
+    a, b, _, o = ledgers()
+    theirs, mine = a.create_remote(O)[0], b.create_remote(O)[0]
+    rref_id, fork_id = (theirs, mine) if ids == "rref" else (mine, theirs)
+    with pytest.raises(ProtocolError, match=f"worker 1 makes a reference with an id of worker {rref_id.created_on}"):
+        o.remote_arrived(rref_id, fork_id, B)
+    assert o.empty
+
+
+def test_one_fork_cannot_be_of_two_references() -> None:
+    a, _, _, o = ledgers()
+    x, y = o.create_local(), o.create_local()
+    fork = o.share(x, None, A)
+    a.receive(fork)
+    with pytest.raises(ProtocolError, match="of two references"):
+        a.receive(RRefFork(y, fork.fork_id, O, O))
+    with pytest.raises(ProtocolError, match="of two references"):
+        a.receive(RRefFork(x, fork.fork_id, B, O))
+
+
+def give(ledger: Ledger, fork: RRefFork) -> bool:
+    """Whether a worker takes the fork that it is sent; if so, it lets go of its handle at once."""
+    try:
+        received, _ = ledger.receive(fork)
+    except ProtocolError:
+        return False
+    if received is None:
+        assert ledger.release(fork.rref_id) == []
+    else:
+        ledger.drop(received)
+    return True
+
+
+def test_a_worker_cannot_return_the_fork_of_another_to_the_owner() -> None:
+    """C was given a reference, so it knows the reference's id, which is that of its creator's fork, too."""
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    give(o, RRefFork(x, x, O, C))
+    assert o.owner_ids == {x}
+    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+
+
+def test_a_worker_cannot_return_to_the_owner_what_it_gave_to_another() -> None:
+    a, b, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    given = a.share(x, x, C)
+    c.receive(given)
+    o.on_note(C, ForkRequest(x, given.fork_id))
+    c.on_note(O, ForkAccepted(given.fork_id))
+    passed_on = c.share(x, given.fork_id, B)
+    b.receive(passed_on)
+    o.on_note(B, ForkRequest(x, passed_on.fork_id))
+    o.on_note(A, UserDelete(x, x))
+    o.on_note(C, UserDelete(x, given.fork_id))
+    give(o, passed_on)
+    assert o.owner_ids == {x}, "B holds it"
+    assert o.on_note(B, UserDelete(x, passed_on.fork_id)) == [Free(x)]
+
+
+def test_a_worker_cannot_make_another_drop_its_own_fork() -> None:
+    """C sends A a fork with the id of A's own: the handle of it and that of A would be one fork."""
+    a, _, _, o = ledgers()
+    x = confirmed_remote(a, o)
+    give(a, RRefFork(x, x, O, C))
+    assert a.is_held(x)
+    assert a.drop(x) == [Send(O, UserDelete(x, x))]
 
 
 # --- random programs --------------------------------------------------------------------------------------------
@@ -610,6 +751,20 @@ class World:
             self.obey(handle.worker, ledger.drop(handle.fork_id))
 
     # faults
+
+    def forge(self, victim: WorkerId, rref_id: GlobalId, fork_id: GlobalId) -> None:
+        """A worker that holds nothing says all that could do harm: nothing follows, and ``check`` holds as before."""
+        ledger = self.ledgers[victim]
+        assert ledger.on_note(STRANGER, UserDelete(rref_id, fork_id)) == []
+        for kind in (ForkAccepted, ForkRefused, ChildConfirmed):
+            assert ledger.on_note(STRANGER, kind(fork_id)) == []
+        if victim == self.owner[rref_id] and rref_id in ledger.owner_ids:
+            # The id of a reference is that of its creator's fork, which may be gone already.
+            assert ledger.on_note(STRANGER, ForkRequest(rref_id, rref_id)) in (
+                [Send(STRANGER, ForkRefused(rref_id))],
+                [Send(STRANGER, ForkAccepted(rref_id))],
+            )
+            assert ledger.on_note(STRANGER, UserDelete(rref_id, rref_id)) == []
 
     def give_up(self, packet: Packet, never_left: bool = False) -> None:
         """The caller stops waiting (its call or the answer is still under way), or could not send a message at all."""
@@ -781,6 +936,8 @@ def run_random_program(seed: int, max_kills: int, steps: int = 60) -> None:
                 world.give_up(packet, never_left=rng.random() < 0.3)
         elif move < 0.60 and len(world.killed) < max_kills:
             world.kill(rng.choice(world.alive))
+        elif move < 0.65 and world.arrived and world.holder:
+            world.forge(rng.choice(world.alive), rng.choice(sorted(world.arrived)), rng.choice(sorted(world.holder)))
         elif world.network:
             world.deliver(rng.choice(world.network), again=rng.random() < 0.3)
         world.check()
@@ -861,6 +1018,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS)
     def kill(self, number: int) -> None:
         self.world.kill(self.worker(number))
+
+    @precondition(lambda self: self.world.arrived and self.world.holder)
+    @rule(victim=NUMBERS, rref=NUMBERS, fork=NUMBERS)
+    def forge(self, victim: int, rref: int, fork: int) -> None:
+        rref_ids, fork_ids = sorted(self.world.arrived), sorted(self.world.holder)
+        self.world.forge(self.worker(victim), rref_ids[rref % len(rref_ids)], fork_ids[fork % len(fork_ids)])
 
     @invariant()
     def holds(self) -> None:

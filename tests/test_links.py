@@ -24,9 +24,9 @@ from telegrad.errors import UsageError
 from telegrad.transport.buffers import BufferPool
 from telegrad.transport.lane import Shelf
 from telegrad.transport.sockets import SocketStream, connect_tcp, listen_tcp
-from telegrad.transport.tls import TlsStream, client_context, make_certificate, server_context
+from telegrad.transport.tls import TlsStream, make_authority, tls_end
 from telegrad.wire.frames import PREFIX, Frame, prefix
-from telegrad.wire.messages import Body, Call, Node, Ping, Reply
+from telegrad.wire.messages import Body, Call, Goodbye, Node, Reply
 
 
 @pytest.fixture(autouse=True)
@@ -87,8 +87,9 @@ def _tcp() -> tuple[Any, Any]:
 
 def _tls() -> tuple[Any, Any]:
     raw_one, raw_two = _tcp()
-    one = TlsStream(raw_one, client_context(), server_side=False)
-    two = TlsStream(raw_two, server_context(make_certificate()), server_side=True)
+    authority = make_authority(b"the key of a job")
+    one = TlsStream(raw_one, tls_end(authority.sign("caller"), authority, server_side=False))
+    two = TlsStream(raw_two, tls_end(authority.sign("callee"), authority, server_side=True))
     done = [False, False]
     assert eventually(lambda: all(_step(done, one, two)))
     one.trust()
@@ -166,7 +167,7 @@ def test_big_buffers_and_small_messages_between_them(pair: Pair) -> None:
     caller, callee = pair
     sizes = [5 << 20, 1, 70_000, 1 << 20]
     data = [big(size, size) for size in sizes]
-    caller.link.send(Ping())
+    caller.link.send(Goodbye())
     send_big(caller.link, 1, *data)
     caller.link.send(Call(2, "after"))
     send_big(caller.link, 3, data[1], data[2])
@@ -243,7 +244,7 @@ def test_the_other_side_notices_a_close_once(pair: Pair, closer: int) -> None:
     one.link.close()
     assert eventually(lambda: other.broken)
     for side in pair:
-        side.link.send(Ping())  # to nobody: no error, and no second loss
+        side.link.send(Goodbye())  # to nobody: no error, and no second loss
     time.sleep(0.05)
     assert other.broken == ["the connection was closed"]
     assert one.broken == []
@@ -308,7 +309,7 @@ def test_a_close_on_this_side_ends_the_help_too(stream_pair: Pair) -> None:
         (b"GET / HTTP/1.1\r\n\r\n", "a frame begins with"),
         (prefix(5, 0) + b"\xc1\xc1\xc1\xc1\xc1", "is not a message"),
         (PREFIX.pack(b"tgr\x01", 0xFFFFFFFF, 0), "is larger than"),
-        (prefix(2, 10) + b"\x91\x07" + bytes(10), "bytes follow a header|is not a message"),
+        (prefix(2, 10) + b"\x91\x09" + bytes(10), "bytes follow a header|is not a message"),
     ],
     ids=["magic", "header", "length", "stream"],
 )
@@ -342,6 +343,78 @@ def test_a_close_wakes_a_sender_that_the_peer_does_not_hear(stream_pair: Pair) -
     stuck()
     closer.join()
     assert caller.broken == []
+
+
+# --- a peer that reads nothing: its process was stopped, or does not let go of the GIL --------------------------------
+
+
+def stop_reading(side: Side) -> None:
+    side.pool.forget(side.link._fd, side.link)
+
+
+def test_small_messages_to_a_peer_that_reads_nothing_block_no_caller(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    stop_reading(callee)
+    text = "x" * 10_000
+    in_thread(lambda: [caller.link.send(Call(number, text)) for number in range(2000)])()  # 20 MB: the kernel is full
+    assert caller.link.has_posted() or taken(caller.link._sending)
+    callee.link.start()
+    frames = callee.got(2000)
+    assert [frame.message for frame in frames] == [Call(number, text) for number in range(2000)]
+    assert eventually(lambda: not caller.link.has_posted())
+    assert caller.broken == callee.broken == []
+
+
+def test_a_big_message_blocks_its_caller_until_the_deadline_and_goes_on_without_it(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    stop_reading(callee)
+    data = big(20 << 20, 7)
+    body = Body(buffers=(len(data),))
+    deadline = time.monotonic() + 0.2
+    caller.link.send(Call(1, "f", body), [memoryview(data)], deadline=deadline)
+    assert time.monotonic() >= deadline
+    caller.link.send(Call(2, "small"))
+    caller.link.send(Call(3, "f", body), [memoryview(data)], deadline=time.monotonic() + 0.05)
+    assert eventually(lambda: taken(caller.link._sending)), "a thread of the pool waits for the peer"
+    assert eventually(lambda: not caller.pool.running()), "and does not count as one that runs"
+    callee.link.start()
+    frames = callee.got(3)
+    assert [frame.message.call_id for frame in frames] == [1, 2, 3]
+    assert bytes(frames[0].buffers[0]) == bytes(frames[2].buffers[0]) == data
+    assert eventually(lambda: not caller.link.has_posted())
+    assert caller.broken == callee.broken == []
+
+
+def test_a_flush_ends_at_its_deadline(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    stop_reading(callee)
+    for number in range(2000):
+        caller.link.post(Call(number, "x" * 10_000))
+    caller.link.flush(0.0)
+    assert eventually(lambda: taken(caller.link._sending))
+    callee.link.start()
+    assert [frame.message.call_id for frame in callee.got(2000)] == list(range(2000))
+
+
+def test_a_close_ends_the_wait_for_a_peer_that_reads_nothing(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    stop_reading(callee)
+    data = big(20 << 20, 8)
+    caller.link.send(Call(1, "f", Body(buffers=(len(data),))), [memoryview(data)], deadline=time.monotonic() + 0.05)
+    assert eventually(lambda: taken(caller.link._sending))
+    caller.link.close()
+    assert eventually(lambda: not taken(caller.link._sending))
+    assert caller.broken == []
+
+
+def test_the_host_of_a_peer_that_reads_nothing_is_not_silent(stream_pair: Pair) -> None:
+    caller, callee = stream_pair
+    stop_reading(callee)
+    in_thread(lambda: caller.link.send(Call(1, "x" * (8 << 20))))()
+    assert not caller.link.host_is_silent(0.0)
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("closer", [0, 1], ids=["caller", "callee"])
@@ -388,7 +461,7 @@ class Interrupted:
 
 def assert_works(caller: Side, callee: Side) -> None:
     """The pool reads, another thread reads, and what was left behind goes out with the next message."""
-    callee.link.send(Ping())
+    callee.link.send(Goodbye())
     caller.got(1)
     helped = lambda: caller.link.help_read(lambda: True, time.monotonic() + PATIENCE)  # noqa: E731
     assert eventually(lambda: in_thread(helped)())  # once the pool is through
@@ -452,7 +525,7 @@ def test_a_ctrl_c_while_another_thread_has_the_lock_leaves_it_to_that(stream_pai
     with pytest.raises(KeyboardInterrupt):
         helps(caller)
     assert taken(real)
-    callee.link.send(Ping())
+    callee.link.send(Goodbye())
     assert helping() is True
     assert_works(caller, callee)
 
@@ -509,14 +582,14 @@ def test_a_signal_handler_in_the_middle_of_a_message_is_told_that_it_cannot_wait
     stream = caller.link._stream
     real = getattr(stream, method)
 
-    def interrupted(data: Any) -> Any:
+    def interrupted(*args: Any) -> Any:
         if threading.get_ident() == me and not refusals:
             refusals.append("")
             caller.link.send(Call(2, "from the handler"))
             with pytest.raises(UsageError, match="waits for worker 2") as refusal:
                 caller.link.help_read(lambda: False, time.monotonic() + PATIENCE)
             refusals[0] = str(refusal.value)
-        return real(data)
+        return real(*args)
 
     monkeypatch.setattr(stream, method, interrupted)
     caller.pool.disarm(caller.link._fd, caller.link)  # this thread is to read, and not the pool

@@ -76,7 +76,7 @@ class Bell:
     def linger(self) -> None:
         """It never stays for more."""
 
-    def flush(self) -> None:
+    def flush(self, deadline: float = 0.0) -> None:
         self.flushed.set()
 
     def close(self) -> None:
@@ -568,7 +568,7 @@ def test_while_a_thread_sends_corked_answers_another_waits(make: Callable[[int],
     pool, crowd, sending, go = make(1), Crowd(), threading.Event(), threading.Event()
 
     class Slow(Bell):
-        def flush(self) -> None:
+        def flush(self, deadline: float = 0.0) -> None:
             sending.set()
             go.wait(2 * PATIENCE)
 
@@ -588,7 +588,7 @@ def test_work_does_not_wait_behind_a_slow_send(make: Callable[[int], Pool]) -> N
     pool, sending, go, done = make(4), threading.Event(), threading.Event(), threading.Event()
 
     class Slow(Bell):
-        def flush(self) -> None:
+        def flush(self, deadline: float = 0.0) -> None:
             sending.set()
             go.wait(2 * PATIENCE)
 
@@ -642,7 +642,7 @@ def test_rule_5_a_receiver_that_reads_nothing_does_not_keep_the_last_call_from_t
     pool, last, go = idle_threads(make, 4), threading.Event(), threading.Event()
 
     class Full:
-        def flush(self) -> None:
+        def flush(self, deadline: float = 0.0) -> None:
             go.wait(2 * PATIENCE)
 
     def answer_and_wait() -> None:
@@ -720,7 +720,7 @@ def test_a_thread_that_ends_leaves_nothing_corked(make: Callable[[int], Pool]) -
         def linger(self) -> None:
             pass
 
-        def flush(self) -> None:
+        def flush(self, deadline: float = 0.0) -> None:
             flushed.set()
 
     pool, source, flushed, fd = idle_threads(make, 8), Reads(), threading.Event(), os.eventfd(0)

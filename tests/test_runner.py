@@ -26,7 +26,7 @@ from telegrad.autograd.local_pass import Job, State
 from telegrad.autograd.passes import Pass
 from telegrad.autograd.reducers import Swapping
 from telegrad.autograd.turn import Letter, Turn
-from telegrad.ids import GlobalId
+from telegrad.ids import PassId
 from telegrad.testing import Cluster, cluster
 from telegrad.wire.messages import Gradients, PassHead
 from telegrad.wire.values import Bundle, Route
@@ -729,7 +729,7 @@ class Script:
 
 
 def a_pass() -> Pass:
-    return Pass(1, PassHead(GlobalId(0, 1), 5, False, False, False, 1), Context(5), str)
+    return Pass(1, PassHead(PassId(0, 1, 12345), 5, False, False, False, 1), Context(5), str)
 
 
 def a_job(number: int, quick: bool = True) -> Job:

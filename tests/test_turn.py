@@ -20,7 +20,7 @@ from telegrad.autograd.local_pass import ROOT, Job, State
 from telegrad.autograd.passes import Pass
 from telegrad.autograd.turn import Letter, Turn, unpack
 from telegrad.errors import ProtocolError
-from telegrad.ids import GlobalId
+from telegrad.ids import PassId
 from telegrad.wire import codec
 from telegrad.wire.frames import FrameReader, prefix
 from telegrad.wire.messages import EndPass, Finished, Gradients, Note, PassHead, PlanWanted, Report
@@ -29,7 +29,7 @@ from telegrad.wire.values import Bundle, Route
 from wire_trip import Neighbours, feed, receive
 
 ME, LEFT, RIGHT = 1, 2, 3
-HEAD = PassHead(GlobalId(LEFT, 5), 77, False, False, False, 5)
+HEAD = PassHead(PassId(LEFT, 5, 12345), 77, False, False, False, 5)
 FLOATS_INLINE = INLINE_LIMIT // 4
 
 Wanted = dict[int, dict[int, Tensor | None]]

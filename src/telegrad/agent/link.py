@@ -193,6 +193,8 @@ class StreamLink:
                     buffers = (b"".join(parts),)
                 rest = self._stream.send(buffers, deadline)
                 if rest:
+                    if deadline:  # the caller gives up, and may change its tensors now
+                        rest = [memoryview(bytes(view)) for view in rest]
                     outbox.appendleft((b"", rest))
                     return False
         except OSError as error:

@@ -39,7 +39,9 @@ class Liveness:
         if link.pid is None or link.peer_id in self._processes:
             return
         with contextlib.suppress(OSError):  # no descriptor left, or the process has just ended: its socket tells
-            self._processes[link.peer_id] = _Process(os.pidfd_open(link.pid))
+            process = _Process(os.pidfd_open(link.pid))
+            if self._processes.setdefault(link.peer_id, process) is not process:
+                os.close(process.fd)  # the peer's other link began at the same moment
 
     def look(self, peers: Iterable[Peer]) -> None:
         """Called about once a second."""

@@ -42,8 +42,8 @@ _SPARE = 2  # idle threads that always stay
 class Outlet(Protocol):
     """Something that can keep what it is to send."""
 
-    def flush(self) -> None:
-        """Sends what was corked."""
+    def flush(self, deadline: float) -> None:
+        """Sends what was corked, as far as that takes until the deadline; see ``link``."""
 
 
 class Source(Outlet, Protocol):
@@ -109,7 +109,7 @@ class Pool:
         while self._corked:
             with contextlib.suppress(KeyError):  # another thread was faster
                 source = self._corked.popitem()[0]
-                self._try(source.flush)
+                self._try(partial(source.flush, 0.0))
 
     def runs_here(self) -> bool:
         """Whether the calling thread is one of the pool's."""

@@ -58,6 +58,10 @@ _S, _E = ForkState, ForkEvent
 #: this is a second fence, and it may be low.
 ENDED_FORKS_REMEMBERED: Final = 4096
 
+#: How many values may be expected at a time.  A value is expected while its RemoteCall is on the way; more than
+#: these are the work of a worker that names references that will never come.
+MOST_EXPECTED: Final = 10_000
+
 
 @dataclass(slots=True)
 class _Fork:
@@ -93,6 +97,7 @@ class Ledger:
         self._me = me
         self._ids = ids or IdSource(me)
         self._values: dict[GlobalId, _Value] = {}
+        self._expected: set[GlobalId] = set()  # those that have not arrived
         self._forks: dict[GlobalId, _Fork] = {}
         self._children: dict[GlobalId, _Child] = {}
         self._tombstones: dict[GlobalId, WorkerId] = {}
@@ -143,6 +148,7 @@ class Ledger:
                 return [Free(rref_id)]
             value = self._values[rref_id] = _Value(arrived=True)
         value.arrived = True
+        self._expected.discard(rref_id)
         if not unwanted:
             value.forks[fork_id] = holder
         return []
@@ -213,6 +219,8 @@ class Ledger:
         None stands for a local handle on the owner, to be released.  A worker receives a fork once; another time
         gives the same fork again, or one more handle on the owner.
         """
+        if not fork.lent and fork.fork_id.created_on != fork.parent:
+            raise ProtocolError(f"worker {fork.parent} sent fork {fork.fork_id}, which it did not make")
         if fork.owner == self._me:
             return self._receive_own(fork)
         if fork.lent:
@@ -238,8 +246,8 @@ class Ledger:
             fork_id = self._ids.next() if fork.lent else fork.fork_id
             self._forks[fork_id] = _Fork(fork.rref_id, self._me, state=_S.BROKEN)
             return fork_id, [*told, Broken(fork_id)]
-        if not fork.lent:
-            value.forks.pop(fork.fork_id, None)  # we sent it to ourselves
+        if not fork.lent and value.forks.get(fork.fork_id) == self._me:
+            del value.forks[fork.fork_id]  # we sent it to ourselves
         value.handles += 1
         return None, told
 
@@ -387,6 +395,9 @@ class Ledger:
             and creator not in self._lost
             and not self._has_ended(rref_id, creator)
         ):
+            if len(self._expected) >= MOST_EXPECTED:
+                return None
+            self._expected.add(rref_id)
             value = self._values[rref_id] = _Value(arrived=False, forks={rref_id: creator})
         return value
 
@@ -407,6 +418,7 @@ class Ledger:
         if value.handles or value.forks:
             return []
         del self._values[rref_id]
+        self._expected.discard(rref_id)
         return [Free(rref_id)]
 
     # --- what is there ----------------------------------------------------------------------------------------

@@ -250,13 +250,17 @@ class References:
     def _run_remote(self, link: Link, frame: Frame) -> None:
         message = frame.message
         assert isinstance(message, RemoteCall)
-        rref_id = GlobalId(*message.rref_id)
+        rref_id, fork_id = GlobalId(*message.rref_id), GlobalId(*message.fork_id)
+        if not link.peer_id == rref_id.created_on == fork_id.created_on:
+            error = ProtocolError(f"a reference of worker {link.peer_id} with an id of worker {rref_id.created_on}")
+            self.agent.answer_failure(link, message.call_id, error)
+            return
         with self._lock:
             if link.peer_id == self.agent.me.worker_id:  # our own call: its handle is counted, or gone already
                 value, instructions = self._owned.get(rref_id, Owned()), []
             else:
                 value = self._owned.setdefault(rref_id, Owned())
-                instructions = self.ledger.remote_arrived(rref_id, GlobalId(*message.fork_id), WorkerId(link.peer_id))
+                instructions = self.ledger.remote_arrived(rref_id, fork_id, WorkerId(link.peer_id))
             value.begun = True
         self._carry_out(instructions)
 
@@ -266,7 +270,7 @@ class References:
             if value.awaited:
                 link.post(Reply(message.call_id))  # with the value itself, if it goes the same way
                 value.set(result, error)
-                link.flush()
+                link.flush(0.0)
             else:
                 value.set(result, error)
                 self.agent.answer(link, message.call_id, None)

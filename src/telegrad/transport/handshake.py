@@ -71,7 +71,7 @@ _BODY_SIZES = {
 class Refusal(enum.IntEnum):
     """Why the server closes.  A number, not a text: what an unproven peer says does not go into our logs."""
 
-    VERSION = 2
+    VERSION = 1
     SECRET = 2
 
 
@@ -81,8 +81,8 @@ _OTHER_SECRET = (
 
 #: How the first bytes of other protocols begin; only to say in the log who is at the wrong door.
 _STRANGERS = (
-    (b"\x16\x03", "TLS, where this port speaks without: set TELEGRAD_SECRET on all workers or on none"),
-    (b"\x15\x03", "a TLS alert: the peer expects TLS: set TELEGRAD_SECRET on all workers or on none"),
+    (b"\x16\x03", "TLS, where this port speaks without: set the same TELEGRAD_SECRET on every worker"),
+    (b"\x15\x03", "a TLS alert: the peer expects TLS: set the same TELEGRAD_SECRET on every worker"),
     (b"GET ", "HTTP"),
     (b"POST", "HTTP"),
     (b"HEAD", "HTTP"),

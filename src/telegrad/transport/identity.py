@@ -27,7 +27,7 @@ class Credentials:
             )
 
     def check_certificate(self, fingerprint: bytes) -> None:
-        if self.fingerprint is None or self.fingerprint != fingerprint:
+        if not self.fingerprint or self.fingerprint != fingerprint:
             found = self.fingerprint.hex()[:16] if self.fingerprint else "none"
             raise AuthenticationError(
                 f"the peer shows the certificate {found}…, that worker's record says {fingerprint.hex()[:16]}…: "

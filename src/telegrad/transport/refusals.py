@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -23,8 +24,13 @@ class RefusalLog:
         self._window_ends = 0.0
         self._lines = 0
         self._unwritten = 0
+        self._lock = threading.Lock()
 
     def add(self, what: str, reason: str) -> None:
+        with self._lock:
+            self._add(what, reason)
+
+    def _add(self, what: str, reason: str) -> None:
         now = self._clock()
         if now >= self._window_ends:
             if self._unwritten:

@@ -126,7 +126,7 @@ def load_authority(ca_file: str | os.PathLike[str]) -> Authority:
     """The user's own authority, or several in one file."""
     try:
         pem = Path(ca_file).read_bytes()
-        ssl.create_default_context(cadata=pem.decode())
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode())
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UsageError(f"cannot read certificate authorities from {os.fspath(ca_file)}: {error}") from error
     return Authority(pem, names_workers=True)
@@ -250,7 +250,7 @@ class TlsStream:
             except ssl.SSLError as error:
                 self._complain()
                 raise ProtocolError(
-                    f"no TLS 1.3 with the peer ({error.reason or error}): set TELEGRAD_SECRET on all workers or on none"
+                    f"no TLS 1.3 with the peer ({error.reason or error}): set the same TELEGRAD_SECRET on every worker"
                 ) from error
             try:
                 if not self._fill():

@@ -1,0 +1,129 @@
+"""How a worker gets its connection to a peer: which failures of a dial are tried again, and which mean the end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from support import PATIENCE, eventually, in_thread
+from telegrad import rpc
+from telegrad.agent.agent import Agent
+from telegrad.agent.link import Link
+from telegrad.agent.peers import Peer, PeerState
+from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeoutError, WorkerLostError
+from telegrad.testing import Cluster, cluster
+
+
+def answer(value: int) -> int:
+    return value
+
+
+class Dialler:
+    """Dials as the worker would, but fails as long as ``failures`` has any; ``gate`` may hold it up."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._real = agent._dial
+        self.failures: list[Exception] = []
+        self.always: Exception | None = None
+        self.dials: list[float] = []  # how much time each was given
+        self.gate = threading.Event()
+        self.gate.set()
+        agent._dial = self
+
+    def __call__(self, agent: Agent, peer: Peer, timeout: float) -> Link:
+        self.dials.append(timeout)
+        assert self.gate.wait(PATIENCE)
+        if self.always is not None:
+            raise self.always
+        if self.failures:
+            raise self.failures.pop(0)
+        return self._real(agent, peer, timeout)
+
+
+@pytest.fixture
+def job() -> Iterator[Cluster]:
+    """The test acts for a, which calls b."""
+    with cluster("a", "b", timeout=PATIENCE, graceful=False) as workers, workers.on("a"):
+        yield workers
+
+
+@pytest.fixture
+def dialler(job: Cluster) -> Dialler:
+    return Dialler(job["a"].agent)
+
+
+def test_a_dial_that_fails_is_tried_again(dialler: Dialler) -> None:
+    dialler.failures = [ConnectionResetError("busy"), RpcTimeoutError("slow"), ConnectionAbortedError("no way")]
+    assert rpc.rpc_sync("b", answer, (1,)) == 1
+    assert len(dialler.dials) == 4
+    assert dialler.dials == sorted(dialler.dials, reverse=True), "each gets the time that is left"
+    assert rpc.rpc_sync("b", answer, (2,)) == 2
+    assert len(dialler.dials) == 4
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError("busy"), RpcTimeoutError("slow")])
+def test_a_peer_that_is_not_reached_in_time_is_not_lost(job: Cluster, dialler: Dialler, error: Exception) -> None:
+    dialler.always = error
+    with pytest.raises(RpcTimeoutError, match=rf"worker 'b': no connection within 0\.3 s: {error}"):
+        rpc.rpc_sync("b", answer, (1,), timeout=0.3)
+    assert 0 < max(dialler.dials) <= 0.3
+    assert job["a"].agent.peer("b").state is PeerState.KNOWN
+    dialler.always = None
+    assert rpc.rpc_sync("b", answer, (2,)) == 2
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError("nothing listens"), FileNotFoundError("no such socket")])
+def test_a_host_that_says_that_nothing_listens_there_means_a_loss(
+    job: Cluster, dialler: Dialler, error: Exception
+) -> None:
+    dialler.failures = [error]
+    with pytest.raises(WorkerLostError, match=f"'b'.*cannot connect to it: {error}"):
+        rpc.rpc_sync("b", answer, (1,))
+    assert job["a"].agent.peer("b").state is PeerState.LOST
+    with pytest.raises(WorkerLostError):
+        rpc.rpc_sync("b", answer, (1,))
+    assert len(dialler.dials) == 1
+
+
+@pytest.mark.parametrize("error", [AuthenticationError("another certificate"), ProtocolError("another version")])
+def test_a_peer_that_is_another_is_not_tried_again(job: Cluster, dialler: Dialler, error: Exception) -> None:
+    dialler.failures = [error]
+    with pytest.raises(type(error), match=str(error)):
+        rpc.rpc_sync("b", answer, (1,))
+    assert len(dialler.dials) == 1
+    assert job["a"].agent.peer("b").state is PeerState.KNOWN
+
+
+def test_a_peer_that_is_lost_meanwhile_ends_the_dialling(job: Cluster, dialler: Dialler) -> None:
+    dialler.always = ConnectionResetError("busy")
+    agent = job["a"].agent
+    calling = in_thread(lambda: agent.link_to(agent.peer("b")))
+    assert eventually(lambda: dialler.dials)
+    agent.peer_gone(agent.peer("b"), PeerState.LOST, "its process has ended")
+    with pytest.raises(WorkerLostError, match="its process has ended"):
+        calling()
+
+
+def test_a_thread_does_not_wait_for_the_dial_of_another_beyond_its_own_deadline(job: Cluster, dialler: Dialler) -> None:
+    agent = job["a"].agent
+    dialler.gate.clear()
+    patient = in_thread(lambda: agent.link_to(agent.peer("b"), time.monotonic() + PATIENCE))
+    assert eventually(lambda: dialler.dials)
+    with pytest.raises(RpcTimeoutError, match=r"worker 'b': no connection within 0\.\d s"):
+        agent.link_to(agent.peer("b"), time.monotonic() + 0.1)
+    dialler.gate.set()
+    assert patient() is agent.peer("b").link
+    assert len(dialler.dials) == 1
+
+
+def test_threads_that_call_at_once_share_one_dial(job: Cluster, dialler: Dialler) -> None:
+    agent = job["a"].agent
+    dialler.gate.clear()
+    waiting = [in_thread(lambda: agent.link_to(agent.peer("b"))) for _ in range(8)]
+    assert eventually(lambda: dialler.dials)
+    dialler.gate.set()
+    assert len({join() for join in waiting}) == 1
+    assert len(dialler.dials) == 1
