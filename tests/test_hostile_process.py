@@ -65,6 +65,21 @@ def test_a_worker_that_is_dialled_as_itself_does_not_lose_itself(transport: str)
         assert victim.run(hostile.call, "worker1") == ("answered", "honest")
 
 
+def test_a_worker_that_the_job_does_not_have_is_refused_and_keeps_no_other_out(tmp_path: Path) -> None:
+    """In a job of open size, where the worker that it calls looks for its record in the store."""
+    options = {"init_method": f"file://{tmp_path}/meet", "init_timeout": 20}
+    with puppets(3) as cast:
+        victim, hostile_one, newcomer = cast
+        for rank, puppet in enumerate(cast[:2]):
+            puppet.run(deeds.start_worker, f"worker{rank}", rank, None, options)
+        assert hostile_one.run(hostile.call, "worker0") == ("answered", "honest")
+        for _ in range(5):
+            assert hostile_one.run(hostile.come_as_a_ghost, "worker0") == "closed"
+        assert "a worker that calls itself 'ghost'" in victim.wait_for_log("refused")
+        newcomer.run(deeds.start_worker, "worker2", 2, None, options)
+        assert newcomer.run(hostile.call, "worker0") == ("answered", "honest")
+
+
 @needs_namespaces
 def test_a_worker_cannot_pass_for_another_from_another_host(three: list[Puppet]) -> None:
     join_between_hosts(three)

@@ -9,12 +9,13 @@ import psutil
 import torch
 
 from telegrad import rpc
+from telegrad.agent.peers import WorkerRecord
 from telegrad.current import current_worker
 from telegrad.errors import TelegradError
 from telegrad.rpc import api
 from telegrad.rpc.network import Network
 from telegrad.transport.dial import dial
-from telegrad.transport.handshake import Identity
+from telegrad.transport.handshake import JOIN_NONCE, Identity
 from telegrad.wire import codec
 from telegrad.wire.frames import prefix
 from telegrad.wire.messages import Body, Call, InPeer, TensorMeta
@@ -102,15 +103,23 @@ def dtype_code() -> int:
 def pass_for(other: str, victim: str) -> str:
     """Dials the victim under another worker's identity, and sends a request."""
     worker = current_worker()
-    owners = [getattr(action, "__self__", None) for action in worker.on_fork]
-    network = next(owner for owner in owners if isinstance(owner, Network))
-    fake, target = worker.agent.peer(other).record, worker.agent.peer(victim).record
-    address = network._choose(worker.agent.me, target)
+    fake = worker.agent.peer(other).record
+    return _knock(_network(), worker.agent.peer(victim).record, Identity(fake.worker_id, fake.name, fake.nonce))
+
+
+def _network() -> Network:
+    owners = [getattr(action, "__self__", None) for action in current_worker().on_fork]
+    return next(owner for owner in owners if isinstance(owner, Network))
+
+
+def _knock(network: Network, target: WorkerRecord, me: Identity) -> str:
+    """Dials under that identity and sends a request; what becomes of it."""
+    address = network._choose(current_worker().agent.me, target)
     try:
         stream = dial(
             address,
             network._link_key,
-            Identity(fake.worker_id, fake.name, fake.nonce),
+            me,
             Identity(target.worker_id, target.name, target.nonce),
             10.0,
             lambda credentials: None,
@@ -132,6 +141,13 @@ def pass_for(other: str, victim: str) -> str:
         return "closed"
     finally:
         stream.close()
+
+
+def come_as_a_ghost(victim: str) -> str:
+    """Dials as a worker that the job does not have."""
+    worker = current_worker()
+    network, target = _network(), worker.agent.peer(victim).record
+    return _knock(network, target, Identity(77, "ghost", bytes(JOIN_NONCE)))
 
 
 def call(to: str) -> tuple[str, str]:
