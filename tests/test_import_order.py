@@ -59,6 +59,7 @@ LAYERS = [line.split() for line in """
     telegrad.worker
     telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.stores
     telegrad.rpc.strangers
+    telegrad.rpc.records
     telegrad.rpc.rendezvous
     telegrad.rpc.network
     telegrad.rpc.api

@@ -19,7 +19,8 @@ from telegrad._text import printable
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.launch import free_port
-from telegrad.rpc.rendezvous import Meeting, NewRoundError, check_on_this_host, link_key
+from telegrad.rpc.records import check_on_this_host, link_key
+from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import JobStore, StoreGoneError, open_store
 from telegrad.transport.dial import Address
 

@@ -24,7 +24,8 @@ from telegrad.errors import RendezvousError, UsageError
 from telegrad.ids import MAX_WORKERS
 from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret
-from telegrad.rpc.rendezvous import Meeting, NewRoundError, link_key
+from telegrad.rpc.records import link_key
+from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import StoreGoneError, identity_in, open_store
 from telegrad.rpc.strangers import Strangers, knock_at
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef

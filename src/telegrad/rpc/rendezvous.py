@@ -16,34 +16,30 @@ counts, so there are no claims.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
 
 from telegrad._text import printable
 from telegrad.agent.peers import WorkerRecord
-from telegrad.errors import AuthenticationError, RendezvousError, UsageError
+from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.ids import MAX_WORKERS
-from telegrad.rpc.options import check_name
+from telegrad.rpc.records import SIGNATURE_BYTES, check_names, check_on_this_host, digest_of, read_record, sign
 from telegrad.rpc.stores import JobStore, StoreGoneError, malformed
 from telegrad.rpc.strangers import Strangers
-from telegrad.transport.dial import Address
-from telegrad.transport.handshake import JOIN_NONCE, derive_key
+from telegrad.transport.handshake import derive_key
 
 log = logging.getLogger("telegrad.rpc")
 
 _SILENT_SECONDS = 10.0  # after which a worker that waits for others says for whom
-_SIGNATURE = hashlib.sha256().digest_size
 _TOKEN = re.compile(r"[0-9a-f]{16,64}")
 _ROUND = "round"  # the key with the name of the newest round
-_records = msgspec.msgpack.Decoder(WorkerRecord)
 
 
 class NewRoundError(RendezvousError):
@@ -152,7 +148,7 @@ class Meeting:
         """Step 3."""
         place = f"record/{self.rank}"
         data = msgspec.msgpack.encode(record)
-        self.store.set(place, (_sign(key, place, data) + data).hex())
+        self.store.set(place, (sign(key, place, data) + data).hex())
 
     def wait_for_all(self, key: bytes) -> list[WorkerRecord]:
         """Step 4: the records of all ranks, in order."""
@@ -192,7 +188,7 @@ class Meeting:
         if self.missing:
             return None
         met = [records[rank] for rank in sorted(records)]
-        _check_names(met)
+        check_names(met)
         return met
 
     def _look_and_confirm(self, records: dict[int, WorkerRecord], key: bytes) -> list[WorkerRecord] | None:
@@ -204,7 +200,7 @@ class Meeting:
             records.clear()
             self.missing[:] = range(len(met))
             return None
-        self.store.set("met", _digest(key, met))
+        self.store.set("met", digest_of(key, met))
         return met
 
     def _look_for_confirmation(self, key: bytes) -> list[WorkerRecord] | None:
@@ -221,7 +217,7 @@ class Meeting:
         if self.missing or confirmed is None:
             return None
         met = [record for rank in ranks if (record := self._read(rank, key)) is not None]
-        return met if confirmed == _digest(key, met) else None
+        return met if confirmed == digest_of(key, met) else None
 
     def _check_refusal(self, rank: int) -> None:
         reason = self.store.get(f"refused/{rank}")
@@ -279,8 +275,8 @@ class Meeting:
             signed = bytes.fromhex(text)
         except ValueError:
             raise malformed(place, text) from None
-        signature, data = signed[:_SIGNATURE], signed[_SIGNATURE:]
-        if not hmac.compare_digest(signature, _sign(key, place, data)):
+        signature, data = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, sign(key, place, data)):
             raise AuthenticationError(
                 f"the record of rank {rank} is signed with another secret: set the same TELEGRAD_SECRET on every worker"
             )
@@ -321,103 +317,6 @@ def read_round(store: JobStore) -> str | None:
     return found
 
 
-def link_key(key: bytes, records: Sequence[WorkerRecord] | None) -> bytes:
-    """The key that links authenticate with.
-
-    In a job of fixed size it depends on every worker's nonce.  Signed records that were copied from another job with
-    the same secret then give another key, and links between the two jobs fail.  In a job of open size the records are
-    not known in advance (``None``); there the handshake binds the nonces of its two workers.
-    """
-    return hmac.digest(key, b"telegrad links" + (b"" if records is None else _members(records)), "sha256")
-
-
-def _digest(key: bytes, records: Sequence[WorkerRecord]) -> str:
-    return hmac.digest(key, b"telegrad met" + _members(records), "sha256").hex()
-
-
-def _members(records: Sequence[WorkerRecord]) -> bytes:
-    in_order = sorted(records, key=lambda record: record.worker_id)
-    return msgspec.msgpack.encode([(record.worker_id, record.name, record.nonce) for record in in_order])
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
-
-
-def read_record(data: bytes, rank: int) -> WorkerRecord:
-    """Decodes and checks the record that was found under a rank."""
-    try:
-        record = _records.decode(data)
-    except (ValueError, RecursionError) as error:  # ValueError: msgspec's errors, and text that is not UTF-8
-        raise RendezvousError(
-            f"malformed record of rank {rank}: {printable(str(error))}. Does every worker run the same version of "
-            "telegrad?"
-        ) from error
-    if record.worker_id != rank:
-        raise AuthenticationError(f"the record of rank {rank} is that of worker {record.worker_id}")
-    try:
-        check_name(record.name)
-    except UsageError as error:
-        raise RendezvousError(f"malformed record of rank {rank}: {printable(str(error))}") from None
-    wrong = [name for name, right in _well_formed(record).items() if not right]
-    if wrong:
-        raise RendezvousError(
-            f"malformed record of rank {rank} (worker {record.name!r}): bad {', '.join(wrong)}. Does every worker run "
-            "the same version of telegrad?"
-        )
-    return record
-
-
-def _well_formed(record: WorkerRecord) -> dict[str, bool]:
-    return {
-        "pid": 0 <= record.pid < 1 << 31,
-        "host": record.host.isprintable() and len(record.host) <= 255,
-        "addresses": len(record.addresses) <= 16 and all(map(_is_address, record.addresses)),
-        "lane_fd": -1 <= record.lane_fd < 1 << 31,
-        "lane_word": len(record.lane_word) <= 64,
-        "world_size": record.world_size == 0 or record.worker_id < record.world_size <= MAX_WORKERS,
-        "nonce": len(record.nonce) == JOIN_NONCE,
-    }
-
-
-def _is_address(address: Address) -> bool:
-    if not address.host.isprintable() or not address.host.isascii():
-        return False
-    if address.kind == "unix":
-        return 2 <= len(address.host) <= 107 and address.port == 0 and not address.fingerprint
-    pinned = len(address.fingerprint) == hashlib.sha256().digest_size
-    return 1 <= len(address.host) <= 255 and 1 <= address.port <= 65535 and pinned
-
-
-def _check_names(records: Sequence[WorkerRecord]) -> None:
-    ranks: dict[str, int] = {}
-    for record in records:
-        first = ranks.setdefault(record.name, record.worker_id)
-        if first != record.worker_id:
-            raise RendezvousError(
-                f"the name {record.name!r} is already taken by rank {first}: every worker needs its own, and rank "
-                f"{record.worker_id} has the same"
-            )
-
-
-def check_on_this_host(record: WorkerRecord, host: str) -> None:
-    """In a job without a secret the store can be written by others: only a worker on this host is dialled, over its
-    Unix socket, where the kernel says who is at the other end."""
-    if record.host != host:
-        raise RendezvousError(
-            f"worker {record.name!r} is on another host and this job has no secret: set the same TELEGRAD_SECRET on "
-            "every worker (and TELEGRAD_HOST where the address is not found)"
-        )
-    others = [address for address in record.addresses if address.kind != "unix"]
-    if others:
-        raise RendezvousError(
-            f"worker {record.name!r} listens on {others[0]}, and this job has no secret: set the same TELEGRAD_SECRET "
-            "on every worker"
-        )
-
-
-# --- waiting ----------------------------------------------------------------------------------------------------------
-
-
 class _Wait:
     """Pauses between two looks at the store; logs now and then what is waited for."""
 
@@ -443,11 +342,6 @@ class _Wait:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _sign(key: bytes, place: str, data: bytes) -> bytes:
-    """``place``: the key that the record is stored under."""
-    return hmac.digest(key, b"telegrad record\0" + place.encode() + b"\0" + data, "sha256")
 
 
 def _quietly(action: Callable[[], object]) -> None:
