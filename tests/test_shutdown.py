@@ -18,6 +18,7 @@ from telegrad.agent.barrier import BarrierLeader
 from telegrad.errors import NotInitializedError, RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 from telegrad.wire.messages import Barrier, Reply
+from telegrad.worker import missing_at_barrier
 
 
 @pytest.fixture(autouse=True)
@@ -249,3 +250,18 @@ def test_a_hundred_and_twenty_eight_workers() -> None:
             futures = [worker.rpc_async(other.id, operator.add, (worker.id, other.id)) for other in workers]
             assert torch.futures.wait_all(futures) == [worker.id + other.id for other in workers]
     assert not {thread for thread in our_threads() if "-w" in thread.name}
+
+
+def test_a_server_that_is_called_says_nothing_of_its_shutdown(caplog: pytest.LogCaptureFixture) -> None:
+    """A parameter server calls shutdown at once, and serves until the trainers have ended."""
+    with cluster("server", "trainer", timeout=PATIENCE) as workers:
+        server = workers["server"]
+        for _ in range(3):
+            workers["trainer"].rpc_sync("server", abs, (1,))
+            server._say_what_shutdown_awaits(10.0)
+        assert not caplog.messages
+        server._say_what_shutdown_awaits(20.0)
+        assert "worker 'server': shutdown has waited 20 s" in caplog.messages[0]
+        workers["trainer"].rpc_sync("server", missing_at_barrier)  # another that waits asks for whom
+        server._say_what_shutdown_awaits(30.0)
+        assert len(caplog.messages) == 2

@@ -80,6 +80,7 @@ class Worker:
         self.keep: tuple[Any, ...] = ()  # what must live as long as the worker
         self.closed = False
         self._at_barrier = False  # of a graceful shutdown
+        self._served = 0  # calls, when a notice of a shutdown was last due
         self.add_peer(me)
 
     @property
@@ -359,7 +360,10 @@ class Worker:
             seen = self.agent.started_calls
 
     def _say_what_shutdown_awaits(self, seconds: float) -> None:
-        """Runs beside a graceful shutdown that takes long."""
+        """Runs beside a graceful shutdown that takes long; says nothing while others call this worker, which serves."""
+        before, self._served = self._served, self.agent.served_calls
+        if self._served != before:
+            return
         if self._at_barrier:
             awaited = f"{', '.join(self._missing()) or 'the others'} to call shutdown and end their calls"
         else:
@@ -415,7 +419,9 @@ def run_backward_of(rref: RRef[Any], context_id: int, retain_graph: bool) -> Non
 @export
 def missing_at_barrier() -> list[str]:
     """Runs on the leader of a shutdown."""
-    return current_worker()._leader.missing()
+    worker = current_worker()
+    worker.agent.served_calls -= 1  # a question about the shutdown is no reason to go on serving
+    return worker._leader.missing()
 
 
 def _error_of(done: torch.futures.Future[Any]) -> Exception | None:

@@ -97,6 +97,7 @@ class Agent:
         )
         self.closing = False
         self.started_calls = 0
+        self.served_calls = 0
         self._lent: dict[int, tuple[Link, Any]] = {}  # references that a call took along, until its answer comes
         self._dial = dial
         self._lock = threading.Lock()
@@ -284,6 +285,7 @@ class Agent:
                 self._peer_left(link)  # at once: the end of the connection may be seen next, and is no loss then
             elif kind is Call or kind is RemoteCall:
                 link.brings_calls = True
+                self.served_calls += 1
                 work.append(UserCall((self.handlers[kind], link, frame)))
             elif kind is Note:
                 if type(message.payload) in self.mail.light:  # type: ignore[union-attr]
