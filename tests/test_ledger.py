@@ -337,11 +337,14 @@ def test_repeated_notes_change_nothing() -> None:
     assert o.empty
 
 
-def test_a_fork_received_twice_is_one_fork() -> None:
+def test_a_fork_is_received_once() -> None:
+    """It is one handle: the drop of a second one would find it gone."""
     a, _, _, o = ledgers()
     x = o.create_local()
     fork = o.share(x, None, A)
-    assert a.receive(fork) == a.receive(fork) == (fork.fork_id, [])
+    assert a.receive(fork) == (fork.fork_id, [])
+    with pytest.raises(ProtocolError, match="twice"):
+        a.receive(fork)
     assert a.counts()["user_forks"] == 1
 
 
