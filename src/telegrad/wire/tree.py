@@ -29,6 +29,10 @@ class NotPlain(Exception):
     """Something in the value needs pickle."""
 
 
+#: Levels of containers.  A peer must not bring a thread near the end of its stack: a garbage collection may run there,
+#: and references whose ``__del__`` fails are never let go of.
+MOST_NESTED = 200
+
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes))
 _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _RREF, _COMPLEX = range(8)
 _DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE, _BIG_INT = range(8, 16)
@@ -37,13 +41,14 @@ _DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE, _BIG_INT = range(
 class TreeWriter:
     """Walks a value once, collecting its tensors and references."""
 
-    __slots__ = ("positions", "rrefs", "seen", "tensors")
+    __slots__ = ("depth", "positions", "rrefs", "seen", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.positions: dict[int, int] = {}  # id(tensor) -> index, so that one tensor stays one
         self.rrefs: list[Reference] = []
         self.seen: set[int] = set()
+        self.depth = 0
 
     def tensor(self, tensor: Tensor) -> int:
         index = self.positions.get(id(tensor))
@@ -72,9 +77,13 @@ class TreeWriter:
         raise NotPlain
 
     def items(self, tag: int, values: Iterable[Any]) -> list[Any]:
+        self.depth += 1
+        if self.depth > MOST_NESTED:
+            raise NotPlain
         node: list[Any] = [tag]
         for value in values:
             node.append(value if type(value) in _SCALARS else self.write(value))
+        self.depth -= 1
         return node
 
     def mutable(self, tag: int, value: Any, values: Iterable[Any]) -> list[Any]:
@@ -103,11 +112,12 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], Any]] = {
 
 
 class TreeReader:
-    __slots__ = ("rrefs", "tensors")
+    __slots__ = ("depth", "rrefs", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> None:
         self.tensors = tensors
         self.rrefs = rrefs
+        self.depth = 0
 
     def read(self, node: Any) -> Any:
         if type(node) is not list:
@@ -119,8 +129,13 @@ class TreeReader:
         return reader(self, node)
 
     def items(self, node: list[Any]) -> list[Any]:
+        self.depth += 1
+        if self.depth > MOST_NESTED:
+            raise SerializationError(f"a body holds more than {MOST_NESTED} nested nodes")
         read = self.read
-        return [read(part) if type(part) is list else part for part in node[1:]]
+        parts = [read(part) if type(part) is list else part for part in node[1:]]
+        self.depth -= 1
+        return parts
 
 
 def _read_dict(reader: TreeReader, node: list[Any]) -> dict[Any, Any]:
