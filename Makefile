@@ -21,6 +21,7 @@ bench: $(STAMP)
 
 fuzz: $(STAMP)
 	TELEGRAD_FUZZ_EXAMPLES=40000 $(BIN)/python -X faulthandler -m pytest -k fuzz -o timeout=3600 -o faulthandler_timeout=3500
+	$(BIN)/python -X faulthandler -m tests.live_fuzz --count 1000000
 
 stress: $(STAMP)
 	$(BIN)/python -X faulthandler -m pytest -m stress -o timeout=1800 -o faulthandler_timeout=1700

@@ -25,7 +25,7 @@ class Refusals:
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self.clock = Clock()
         self._caplog = caplog
-        self._log = RefusalLog(logging.getLogger("telegrad.transport"), "connections", self.clock)
+        self._log = RefusalLog(logging.getLogger("telegrad.transport"), "refused connections", self.clock)
 
     def add(self, count: int) -> list[str]:
         """What that many refusals write."""
@@ -58,12 +58,12 @@ def test_the_next_window_begins_with_their_number(refusals: Refusals) -> None:
     refusals.add(LINES + 7)
     refusals.clock.now += WINDOW
     assert refusals.add(1) == [
-        "refused 7 more connections, not logged one by one",
+        "7 more refused connections were not logged one by one",
         "refused a connection from port 0: a reason",
     ]
     assert len(refusals.add(LINES)) == LINES, "19 lines of this window, and that the last is only counted"
     refusals.clock.now += WINDOW
-    assert refusals.add(1)[0] == "refused 1 more connections, not logged one by one"
+    assert refusals.add(1)[0] == "1 more refused connections were not logged one by one"
 
 
 def test_a_window_without_uncounted_ones_says_nothing_of_them(refusals: Refusals) -> None:

@@ -144,7 +144,10 @@ class Bodies:
             if type(buffer) is InPeer:
                 link.post(Taken(buffer.slab))
         for fork in body.rrefs:
-            self.make_reference(fork, link.peer_id)
+            try:
+                self.make_reference(fork, link.peer_id)
+            except TelegradError:
+                pass  # a reference that the peer may not send: there is nothing to let go of
 
     def trim(self) -> None:
         """Called now and then: what was not used for a while goes back to the system, or to its present user."""

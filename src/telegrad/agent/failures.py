@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from telegrad._text import printable, printable_lines
 from telegrad.errors import RemoteError, TelegradError
+from telegrad.transport.refusals import RefusalLog
 from telegrad.wire.callables import exception_type
 from telegrad.wire.messages import Failure
 from telegrad.wire.values import EMPTY_PARCEL, Parcel
@@ -17,6 +18,7 @@ log = logging.getLogger("telegrad.agent")
 
 E = TypeVar("E", bound=BaseException)
 
+_failed_calls = RefusalLog(log, "failed calls from other workers")
 _LONGEST_TEXT = 64 << 10
 _STORY = "_telegrad_story"
 _TOLD = "_telegrad_text"
@@ -42,7 +44,10 @@ def failure_of(
         story = story_of(error)
     else:
         story = "(where, only its own log tells: allow_pickle=False)"
-        log.warning("worker %r: a call from another worker failed: %s", worker, story_of(error))
+        # The traceback of what telegrad refuses would only show telegrad's own lines.
+        refused = isinstance(error, TelegradError)
+        reason = f"{kind.__name__}: {text.partition(chr(10))[0]}" if refused else story_of(error)
+        _failed_calls.write(f"worker {worker!r}: a call from another worker failed: {_clean(reason)}")
     failure = Failure(
         call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story), parcel.body
     )

@@ -133,7 +133,10 @@ class StreamLink:
         self._shutting = threading.Lock()
 
     def start(self) -> None:
-        self._pool.watch(self._fd, self)
+        """From now on the pool reads here, unless the link was closed meanwhile: its descriptor may be another's."""
+        with self._shutting:
+            if not self._closed:
+                self._pool.watch(self._fd, self)
 
     # --- sending ------------------------------------------------------------------------------------------------
 

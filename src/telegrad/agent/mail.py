@@ -53,7 +53,7 @@ class Mail:
         self._outbox = Outbox(first_pause)
         self._inbox = Inbox()
         self.acks_due = math.inf  # when what is to be acknowledged has waited long enough
-        self._refusals = RefusalLog(log, "messages")
+        self._refusals = RefusalLog(log, "refused messages")
 
     # --- what goes out ------------------------------------------------------------------------------------------
 

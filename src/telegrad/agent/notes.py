@@ -14,6 +14,7 @@ from telegrad.wire.messages import Note, NotePayload
 from telegrad.wire.values import EMPTY_PARCEL, Parcel
 
 _LONGEST_PAUSE = 5.0
+_MOST_SEEN = 1 << 17  # numbers above the floor that a receiver remembers of one sender
 
 
 @dataclass(slots=True)
@@ -97,16 +98,18 @@ class Inbox:
         if incoming is None:
             incoming = self._from[sender] = _Incoming()
         seq, floor, seen = note.seq, note.floor, incoming.seen
-        incoming.acks.append(seq)
         if floor > incoming.floor:
             # Whichever is shorter: a stranger may name any number.
             few = floor - incoming.floor < len(seen)
             seen.difference_update(range(incoming.floor, floor) if few else [old for old in seen if old < floor])
             incoming.floor = floor
-        if seq < incoming.floor or seq in seen:
-            return False
-        seen.add(seq)
-        return True
+        first = seq >= incoming.floor and seq not in seen
+        if first:
+            if len(seen) >= _MOST_SEEN:
+                return False  # nor acknowledged: an honest sender repeats it, and its floor has moved on by then
+            seen.add(seq)
+        incoming.acks.append(seq)
+        return first
 
     def acks_for(self, worker: int) -> tuple[int, ...]:
         """What that worker should be told has come; from now on it counts as told."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad._torch import mark_as_parameter
-from telegrad.autograd.context import Context, Registry, Scope, Send, current_context
+from telegrad.autograd.context import Context, Registry, Scope, Send, creator_of, current_context
 from telegrad.autograd.functions import Recv, receive, send_node
 from telegrad.autograd.missing_context import thread_warning_given, warn_of_result, warn_of_thread
 from telegrad.errors import ProtocolError
@@ -85,6 +85,8 @@ class Attach:
         """Replaces the tensors that need a gradient by such with a history; in a context that has ended, by leaves."""
         try:
             context_id, message_id, indices = extra
+            if type(context_id) is not int or type(message_id) is not int:
+                raise TypeError
             context = self._registry.find(context_id)
             if context is None and context_id != NO_CONTEXT:
                 context = self._join(context_id, sender)
@@ -106,8 +108,9 @@ class Attach:
 
     def _join(self, context_id: int, sender: int) -> Context | None:
         """A context that came here for the first time; None if it has ended meanwhile."""
+        gone = self._is_gone(creator_of(context_id))  # first: it raises if no worker of this job can have made it
         context = self._registry.join(context_id, sender)
-        if context is not None and (self._is_gone(sender) or self._is_gone(context.creator)):
+        if context is not None and (gone or self._is_gone(sender) or self._is_gone(context.creator)):
             self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
             return None
         return context

@@ -21,6 +21,11 @@ _WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
 _REMEMBERED = 4096  # ended contexts whose late messages are recognised
 
 
+def creator_of(context_id: int) -> int:
+    """The worker that made a context."""
+    return context_id >> _WORKER_SHIFT
+
+
 @dataclass(eq=False, slots=True)  # frozen would cost three times as much to make
 class Send:
     """A message that went out with tensors that need a gradient."""

@@ -200,6 +200,9 @@ class Engine:
             return known  # None: it has failed, and this came late
         if known is not None:
             return known
+        self._agent.peer(
+            root
+        )  # raises if there is no such worker: nobody could end the pass, or be told that it failed
         with self._lock:
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
             over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]

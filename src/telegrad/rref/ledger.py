@@ -58,8 +58,7 @@ _S, _E = ForkState, ForkEvent
 #: this is a second fence, and it may be low.
 ENDED_FORKS_REMEMBERED: Final = 4096
 
-#: How many values may be expected at a time.  A value is expected while its RemoteCall is on the way; more than
-#: these are the work of a worker that names references that will never come.
+#: How many values that have yet to come one worker may make the owner expect.
 MOST_EXPECTED: Final = 10_000
 
 
@@ -97,10 +96,10 @@ class Ledger:
         self._me = me
         self._ids = ids or IdSource(me)
         self._values: dict[GlobalId, _Value] = {}
-        self._expected: set[GlobalId] = set()  # those that have not arrived
         self._forks: dict[GlobalId, _Fork] = {}
         self._children: dict[GlobalId, _Child] = {}
         self._tombstones: dict[GlobalId, WorkerId] = {}
+        self._expected: dict[GlobalId, set[WorkerId]] = {}  # values that have yet to come, and who told of them
         self._ended: dict[tuple[GlobalId, WorkerId], None] = {}  # with their holders, in order of their end
         self._lost: set[WorkerId] = set()
 
@@ -148,7 +147,7 @@ class Ledger:
                 return [Free(rref_id)]
             value = self._values[rref_id] = _Value(arrived=True)
         value.arrived = True
-        self._expected.discard(rref_id)
+        self._expected.pop(rref_id, None)
         if not unwanted:
             value.forks[fork_id] = holder
         return []
@@ -216,8 +215,8 @@ class Ledger:
     def receive(self, fork: RRefFork) -> tuple[GlobalId | None, list[Instruction]]:
         """A message brought a reference: the id of the new fork, to be dropped one day.
 
-        None stands for a local handle on the owner, to be released.  A worker receives a fork once; another time
-        gives the same fork again, or one more handle on the owner.
+        None stands for a local handle on the owner, to be released.  A fork is one handle, so a worker receives it
+        once; on the owner, another time gives one more handle.
         """
         if not fork.lent and fork.fork_id.created_on != fork.parent:
             raise ProtocolError(f"worker {fork.parent} sent fork {fork.fork_id}, which it did not make")
@@ -225,11 +224,8 @@ class Ledger:
             return self._receive_own(fork)
         if fork.lent:
             raise ProtocolError(f"worker {fork.parent} lent a reference of worker {fork.owner} to worker {self._me}")
-        known = self._forks.get(fork.fork_id)
-        if known is not None:
-            if (known.rref_id, known.owner) != (fork.rref_id, fork.owner):
-                raise ProtocolError(f"worker {fork.parent} sent fork {fork.fork_id} of two references")
-            return fork.fork_id, []
+        if fork.fork_id in self._forks:
+            raise ProtocolError(f"worker {fork.parent} sent fork {fork.fork_id} twice")
         owner, parent = WorkerId(fork.owner), WorkerId(fork.parent)
         mine = self._forks[fork.fork_id] = _Fork(fork.rref_id, owner)
         if owner in self._lost:
@@ -240,8 +236,8 @@ class Ledger:
         return fork.fork_id, [Send(owner, ForkRequest(fork.rref_id, fork.fork_id))]
 
     def _receive_own(self, fork: RRefFork) -> tuple[GlobalId | None, list[Instruction]]:
+        value = self._known_or_expected(fork.rref_id, WorkerId(fork.parent))
         told = [] if fork.lent else self._tell_parent(WorkerId(fork.parent), fork.fork_id)
-        value = self._known_or_expected(fork.rref_id)
         if value is None:  # the parent was lost, and the value freed: a handle that is broken from the start
             fork_id = self._ids.next() if fork.lent else fork.fork_id
             self._forks[fork_id] = _Fork(fork.rref_id, self._me, state=_S.BROKEN)
@@ -277,7 +273,7 @@ class Ledger:
         return fork is not None and fork.owner == worker
 
     def _answer(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> NotePayload:
-        value = None if self._has_ended(fork_id, holder) else self._known_or_expected(rref_id)
+        value = None if self._has_ended(fork_id, holder) else self._known_or_expected(rref_id, holder)
         if value is None or value.forks.get(fork_id, holder) != holder:
             return ForkRefused(fork_id)
         value.forks[fork_id] = holder
@@ -310,7 +306,12 @@ class Ledger:
             return []
         self._lost.add(worker)
         self._tombstones = {fork_id: holder for fork_id, holder in self._tombstones.items() if holder != worker}
-        return [*self._lose_holder(worker), *self._lose_owner(worker), *self._lose_children(worker)]
+        return [
+            *self._lose_holder(worker),
+            *self._lose_teller(worker),
+            *self._lose_owner(worker),
+            *self._lose_children(worker),
+        ]
 
     def _lose_holder(self, worker: WorkerId) -> list[Instruction]:
         out: list[Instruction] = []
@@ -320,6 +321,16 @@ class Ledger:
             if not freed and not value.arrived and rref_id.created_on == worker:
                 freed = [Broken(rref_id)]
             out += freed
+        return out
+
+    def _lose_teller(self, worker: WorkerId) -> list[Instruction]:
+        """A value that only lost workers told of is not expected: its RemoteCall, if there is one, begins anew."""
+        out: list[Instruction] = []
+        for rref_id, tellers in list(self._expected.items()):
+            tellers.discard(worker)
+            if not tellers:
+                del self._expected[rref_id]
+                out += self._uncount(rref_id, rref_id)
         return out
 
     def _lose_owner(self, worker: WorkerId) -> list[Instruction]:
@@ -385,9 +396,14 @@ class Ledger:
 
     # --- the owner's side -------------------------------------------------------------------------------------
 
-    def _known_or_expected(self, rref_id: GlobalId) -> _Value | None:
-        """The value; one that a RemoteCall on its way will bring; or None, after a loss, when it was freed."""
+    def _known_or_expected(self, rref_id: GlobalId, teller: WorkerId) -> _Value | None:
+        """The value; one that a RemoteCall on its way will bring; or None, after a loss, when it was freed.
+
+        ``teller``: the worker that speaks of it.
+        """
         value = self._values.get(rref_id)
+        if rref_id in self._expected:
+            self._expected[rref_id].add(teller)
         creator = WorkerId(rref_id.created_on)
         if (
             value is None
@@ -395,10 +411,10 @@ class Ledger:
             and creator not in self._lost
             and not self._has_ended(rref_id, creator)
         ):
-            if len(self._expected) >= MOST_EXPECTED:
-                return None
-            self._expected.add(rref_id)
+            if sum(teller in tellers for tellers in self._expected.values()) >= MOST_EXPECTED:
+                raise ProtocolError(f"worker {teller} speaks of more than {MOST_EXPECTED:,} values that have not come")
             value = self._values[rref_id] = _Value(arrived=False, forks={rref_id: creator})
+            self._expected[rref_id] = {teller}
         return value
 
     def _uncount(self, rref_id: GlobalId, fork_id: GlobalId) -> list[Instruction]:
@@ -418,7 +434,7 @@ class Ledger:
         if value.handles or value.forks:
             return []
         del self._values[rref_id]
-        self._expected.discard(rref_id)
+        self._expected.pop(rref_id, None)
         return [Free(rref_id)]
 
     # --- what is there ----------------------------------------------------------------------------------------
@@ -441,9 +457,14 @@ class Ledger:
         """Whether there is any handle here on a value of another worker."""
         return bool(self._forks)
 
-    def expects(self, rref_id: GlobalId) -> bool:
+    def expects(self, rref_id: GlobalId, teller: WorkerId) -> bool:
         """On the owner, asked by the holder of a fork: whether the value is here, or a RemoteCall will bring it."""
-        return self._known_or_expected(rref_id) is not None
+        return self._known_or_expected(rref_id, teller) is not None
+
+    def has_given_up(self, rref_id: GlobalId) -> bool:
+        """On the owner: whether a handle here waits for a value that only lost workers told of."""
+        value = self._values.get(rref_id)
+        return value is not None and not value.arrived and rref_id not in self._expected
 
     @property
     def owner_ids(self) -> frozenset[GlobalId]:

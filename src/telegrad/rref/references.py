@@ -167,6 +167,7 @@ class References:
     def _receive(self, fork: RRefFork, sender: int) -> Any:
         if fork.parent != sender:
             raise ProtocolError(f"worker {sender} sent a reference in the name of worker {fork.parent}")
+        self.agent.peer(fork.owner)  # raises if there is no such worker, which nobody could ever ask
         self._expect_drops()
         with self._lock:
             fork_id, instructions = self.ledger.receive(fork)
@@ -222,11 +223,13 @@ class References:
 
     # --- values -------------------------------------------------------------------------------------------------
 
-    def owned(self, rref_id: GlobalId) -> Owned:
+    def owned(self, rref_id: GlobalId, asked_by: int | None = None) -> Owned:
+        """A value of this worker; ``asked_by`` another worker, or by a handle here."""
         with self._lock:
             value = self._owned.get(rref_id)
             if value is None:
-                if rref_id.created_on in self._lost or not self.ledger.expects(rref_id):
+                teller = WorkerId(self.agent.me.worker_id if asked_by is None else asked_by)
+                if rref_id.created_on in self._lost or not self.ledger.expects(rref_id, teller):
                     raise WorkerLostError(f"the value of reference {rref_id} is gone: its users were lost")
                 # Its RemoteCall is still on the way: another worker was told of it sooner.
                 value = self._owned[rref_id] = Owned()
@@ -250,18 +253,13 @@ class References:
     def _run_remote(self, link: Link, frame: Frame) -> None:
         message = frame.message
         assert isinstance(message, RemoteCall)
-        rref_id, fork_id = GlobalId(*message.rref_id), GlobalId(*message.fork_id)
-        if not link.peer_id == rref_id.created_on == fork_id.created_on:
-            error = ProtocolError(f"a reference of worker {link.peer_id} with an id of worker {rref_id.created_on}")
+        rref_id = GlobalId(*message.rref_id)
+        try:
+            value, instructions = self._begin_remote(rref_id, GlobalId(*message.fork_id), link.peer_id)
+        except TelegradError as error:
+            self.agent.bodies.discard(link, message.body)
             self.agent.answer_failure(link, message.call_id, error)
             return
-        with self._lock:
-            if link.peer_id == self.agent.me.worker_id:  # our own call: its handle is counted, or gone already
-                value, instructions = self._owned.get(rref_id, Owned()), []
-            else:
-                value = self._owned.setdefault(rref_id, Owned())
-                instructions = self.ledger.remote_arrived(rref_id, fork_id, WorkerId(link.peer_id))
-            value.begun = True
         self._carry_out(instructions)
 
         def finish(result: Any, error: BaseException | None = None) -> None:
@@ -277,6 +275,19 @@ class References:
 
         execute(self.agent, link, frame, finish, lambda error: finish(None, error))
 
+    def _begin_remote(self, rref_id: GlobalId, fork_id: GlobalId, caller: int) -> tuple[Owned, list[Instruction]]:
+        instructions: list[Instruction] = []
+        with self._lock:
+            if caller == self.agent.me.worker_id:  # our own call: its handle is counted, or gone already
+                value = self._owned.get(rref_id, Owned())
+            else:
+                instructions = self.ledger.remote_arrived(rref_id, fork_id, WorkerId(caller))
+                value = self._owned.setdefault(rref_id, Owned())
+                if value.done and not value.begun:  # given up, since who told of it was lost; now it comes after all
+                    value = self._owned[rref_id] = Owned()
+            value.begun = True
+        return value, instructions
+
     def _answer_fetch(self, link: Link, frame: Frame) -> None:
         message = frame.message
         assert isinstance(message, Fetch)
@@ -284,7 +295,7 @@ class References:
         try:
             if message.body.extra is not None:
                 scope = self.agent.bodies.open(link, message.body, [])[1]
-            value = self.owned(GlobalId(*message.rref_id))
+            value = self.owned(GlobalId(*message.rref_id), link.peer_id)
         except TelegradError as error:
             self.agent.answer_failure(link, message.call_id, error)
             return
@@ -313,6 +324,8 @@ class References:
                 case Free(rref_id):
                     with self._lock:
                         freed = self._owned.pop(rref_id, None)
+                    if freed is not None and not freed.begun:
+                        freed.set(None, WorkerLostError(f"the value of reference {rref_id} will not come"))
                     del freed  # outside the lock: the value may hold references itself
                 case Broken(fork_id):
                     with self._lock:
@@ -327,7 +340,9 @@ class References:
             self._lost.add(worker)
             instructions = self.ledger.worker_lost(WorkerId(worker))
             orphans = [
-                value for rref_id, value in self._owned.items() if rref_id.created_on == worker and not value.begun
+                value
+                for rref_id, value in self._owned.items()
+                if not value.begun and (rref_id.created_on == worker or self.ledger.has_given_up(rref_id))
             ]
         self._carry_out(instructions)
         if orphans:
@@ -358,8 +373,8 @@ class References:
         return f"<References of {self.agent.me.name!r}: {len(self._owned)} values, {self.ledger!r}>"
 
 
-def _end_orphans(values: list[Owned], creator: int) -> None:
-    """Ends the values whose call never came from a worker that is lost."""
+def _end_orphans(values: list[Owned], worker: int) -> None:
+    """Ends the values whose call has not come, since a worker is lost that made it or alone told of it."""
     for value in values:
         if not value.begun:
-            value.set(None, WorkerLostError(f"the worker that was to make this value ({creator}) is lost"))
+            value.set(None, WorkerLostError(f"this value has not come, and will not: worker {worker} is lost"))

@@ -79,7 +79,7 @@ class Listener:
         self._timeout = handshake_timeout
         self._max_pending = max_pending
         self._doors = list(doors)
-        self._refusals = RefusalLog(log, "connections")
+        self._refusals = RefusalLog(log, "refused connections")
         self._visitors: dict[_Visitor, None] = {}  # oldest first; all have the same time, so next to expire first
         self._starved_until: float | None = None
         self._starved_logged = False

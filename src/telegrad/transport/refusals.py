@@ -1,4 +1,4 @@
-"""The log of what was refused, bounded: a stranger must not be able to fill a disk."""
+"""A bounded log of what others cause: neither a stranger nor a member of the job must be able to fill a disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOW = 60.0  # seconds
 
 
 class RefusalLog:
-    """Writes a line for each of the first refusals in a minute, and for the others one line with their number.
+    """Writes an entry for each of the first refusals in a minute, and for the others one line with their number.
 
     ``kind``: what is refused, in the plural.
     """
@@ -27,19 +27,22 @@ class RefusalLog:
         self._lock = threading.Lock()
 
     def add(self, what: str, reason: str) -> None:
-        with self._lock:
-            self._add(what, reason)
+        self.write(f"refused {what}: {reason}")
 
-    def _add(self, what: str, reason: str) -> None:
+    def write(self, text: str) -> None:
+        with self._lock:
+            self._write(text)
+
+    def _write(self, text: str) -> None:
         now = self._clock()
         if now >= self._window_ends:
             if self._unwritten:
-                self._log.warning("refused %d more %s, not logged one by one", self._unwritten, self._kind)
+                self._log.warning("%d more %s were not logged one by one", self._unwritten, self._kind)
             self._window_ends, self._lines, self._unwritten = now + WINDOW, 0, 0
         self._lines += 1
         if self._lines <= LINES:
-            self._log.warning("refused %s: %s", what, reason)
+            self._log.warning("%s", text)
             return
         self._unwritten += 1
         if self._unwritten == 1:
-            self._log.warning("more refused %s are only counted for the rest of this minute", self._kind)
+            self._log.warning("more %s are only counted for the rest of this minute", self._kind)

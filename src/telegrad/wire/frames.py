@@ -47,19 +47,20 @@ class FrameReader:
         self._start = self._end = 0
         self._message: Message | None = None  # whose buffers are being filled
         self._buffers: list[Any] = []
-        self._todo: list[memoryview] = []  # what is still empty of them, the last first
+        self._empty: memoryview | None = None  # what is still empty of the last of them
+        self._sizes_left: list[int] = []  # of those that have no memory yet, the last first
 
     def space(self) -> memoryview:
         """Where the next bytes should go; never empty."""
-        if self._todo:
-            return self._todo[-1]
+        if self._empty is not None:
+            return self._empty
         return self._memory[self._end :] if self._end else self._memory
 
     def advance(self, count: int) -> list[Frame]:
         """``count`` bytes were put into the space; the frames that they complete."""
         frames: list[Frame] = []
-        if self._todo:
-            self._fill(count, frames)
+        if self._empty is not None:
+            self._fill(self._empty, count, frames)
             return frames
         self._end += count
         while self._end - self._start >= PREFIX.size:
@@ -82,32 +83,41 @@ class FrameReader:
         return frames
 
     def _open(self, message: Message, stream_size: int, frames: list[Frame]) -> bool:
-        """Makes memory for the buffers of a message and moves into it what is here; true when that was all."""
+        """Moves what is here into the buffers of a message; true when that was all of them."""
         sizes = self._sizes(message)
         if sum(sizes) != stream_size or min(sizes) <= 0:
             raise ProtocolError(f"{stream_size:,} bytes follow a header that announces {sum(sizes):,}")
         self._message = message
-        try:
-            self._buffers = [self._allocate(size) for size in sizes]
-        except (MemoryError, OverflowError, ValueError, OSError) as error:
-            raise ProtocolError(f"no memory for the {stream_size:,} bytes that a header announces: {error}") from error
-        self._todo = [memoryview(buffer) for buffer in reversed(self._buffers)]
-        while self._todo and self._start < self._end:
-            target = self._todo[-1]
+        self._sizes_left = sizes[::-1]
+        self._open_buffer()
+        while self._empty is not None and self._start < self._end:
+            target = self._empty
             count = min(len(target), self._end - self._start)
             target[:count] = self._memory[self._start : self._start + count]
             self._start += count
-            self._fill(count, frames)
-        return not self._todo
+            self._fill(target, count, frames)
+        return self._empty is None
 
-    def _fill(self, count: int, frames: list[Frame]) -> None:
-        target = self._todo.pop()
+    def _open_buffer(self) -> None:
+        """Makes memory for the next buffer.  One at a time, when the bytes before it have come: many small ones that a
+        header announces would cost far more memory than the header itself."""
+        size = self._sizes_left.pop()
+        try:
+            buffer = self._allocate(size)
+        except (MemoryError, OverflowError, ValueError, OSError) as error:
+            raise ProtocolError(f"no memory for the {size:,} bytes that a header announces: {error}") from error
+        self._buffers.append(buffer)
+        self._empty = memoryview(buffer)
+
+    def _fill(self, target: memoryview, count: int, frames: list[Frame]) -> None:
         if count < len(target):
-            self._todo.append(target[count:])
-        elif not self._todo:
+            self._empty = target[count:]
+        elif self._sizes_left:
+            self._open_buffer()
+        else:
             assert self._message is not None
             frames.append(Frame(self._message, self._buffers))
-            self._message, self._buffers = None, []
+            self._message, self._buffers, self._empty = None, [], None
 
     def _make_room(self, needed: int) -> None:
         """Moves the incomplete frame to the front of a memory that can hold ``needed`` bytes."""

@@ -36,6 +36,10 @@ class NotPlain(Exception):
 
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _BYTES = 0  # the only kind of Ext
+#: Levels of containers.  A peer must not bring a thread near the end of its stack: a garbage collection may run there,
+#: and references whose ``__del__`` fails are never let go of.
+MOST_NESTED = 200
+
 _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _RREF, _COMPLEX = range(8)
 _DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE = range(8, 15)
 
@@ -47,13 +51,14 @@ _SECONDS_TO_SPARE = 0.05  # for a garbage collection, a resize of a big table
 class TreeWriter:
     """Walks a value once, collecting its tensors and references."""
 
-    __slots__ = ("positions", "rrefs", "seen", "tensors")
+    __slots__ = ("depth", "positions", "rrefs", "seen", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.positions: dict[int, int] = {}  # id(tensor) -> index, so that one tensor stays one
         self.rrefs: list[Reference] = []
         self.seen: set[int] = set()
+        self.depth = 0
 
     def tensor(self, tensor: Tensor) -> int:
         index = self.positions.get(id(tensor))
@@ -82,7 +87,12 @@ class TreeWriter:
         raise NotPlain
 
     def items(self, tag: int, values: Iterable[Any]) -> Node:
-        return Node(tag, [value if type(value) in _SCALARS else self.write(value) for value in values])
+        self.depth += 1
+        if self.depth > MOST_NESTED:
+            raise NotPlain
+        parts = [value if type(value) in _SCALARS else self.write(value) for value in values]
+        self.depth -= 1
+        return Node(tag, parts)
 
     def mutable(self, tag: int, value: Any, values: Iterable[Any]) -> Node:
         # A container that occurs twice (or in itself) must stay one object: pickle can say that, the tree cannot.
@@ -111,11 +121,12 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], Tree]] = {
 
 
 class TreeReader:
-    __slots__ = ("rrefs", "tensors")
+    __slots__ = ("depth", "rrefs", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> None:
         self.tensors = tensors
         self.rrefs = rrefs
+        self.depth = 0
 
     def read(self, node: Tree) -> Any:
         if type(node) is Node:
@@ -130,8 +141,13 @@ class TreeReader:
         return node
 
     def items(self, parts: list[Any]) -> list[Any]:
+        self.depth += 1
+        if self.depth > MOST_NESTED:
+            raise SerializationError(f"a body holds more than {MOST_NESTED} nested nodes")
         read = self.read
-        return [part if type(part) in _SCALARS else read(part) for part in parts]
+        items = [part if type(part) in _SCALARS else read(part) for part in parts]
+        self.depth -= 1
+        return items
 
 
 def _read_dict(reader: TreeReader, parts: list[Any]) -> dict[Any, Any]:

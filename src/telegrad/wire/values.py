@@ -226,4 +226,5 @@ def tensors_of(body: Body, buffers: Sequence[Any], recorded: bool = False) -> li
     except SerializationError:
         raise
     except Exception as error:  # torch raises whatever it likes, an AssertionError for a device that is not there
-        raise SerializationError(f"cannot rebuild a tensor here: {error}") from error
+        # A C++ stack may follow, whose addresses are not for others.
+        raise SerializationError(f"cannot rebuild a tensor here: {str(error).partition(chr(10))[0]}") from error
