@@ -5,6 +5,7 @@ from __future__ import annotations
 __all__ = [
     "AuthenticationError",
     "CheckpointError",
+    "HostUnreachableError",
     "MissingGradientError",
     "NotInitializedError",
     "ProtocolError",
@@ -49,6 +50,10 @@ class RemoteError(TelegradError):
 
 class RpcTimeoutError(TelegradError, TimeoutError):
     """A call got no answer within its timeout.  The callee may still be running it."""
+
+
+class HostUnreachableError(RpcTimeoutError):
+    """A worker's host did not answer any attempt to connect within the timeout.  The worker may still be there."""
 
 
 class WorkerLostError(TelegradError, ConnectionError):

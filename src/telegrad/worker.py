@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,7 +222,9 @@ class Worker:
             return self._remote_to_self(func, args, kwargs, timeout)
         name, pickled, value = _call_value(peer, func, args, kwargs)
         self.references.let_go()
-        self.agent.link_to(peer)  # a peer that is gone is an error here, not at to_here
+        seconds = self.seconds(timeout)
+        deadline = time.monotonic() + seconds if seconds else math.inf
+        self.agent.link_to(peer, deadline)  # a peer that is gone is an error here, not at to_here
         rref_id, fork_id = self.references.create_remote(peer.id)
         rref = handle(self.references, rref_id, fork_id, peer.id)
         future = rref._creation = self.creation_future()

@@ -30,7 +30,14 @@ from telegrad.agent.outcomes import Outcomes, Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.agent.pool import Pool
 from telegrad.agent.spin import CORES
-from telegrad.errors import ProtocolError, RpcTimeoutError, SerializationError, UnknownWorkerError, WorkerLostError
+from telegrad.errors import (
+    HostUnreachableError,
+    ProtocolError,
+    RpcTimeoutError,
+    SerializationError,
+    UnknownWorkerError,
+    WorkerLostError,
+)
 from telegrad.transport import lane
 from telegrad.wire import values
 from telegrad.wire.frames import Frame
@@ -80,7 +87,7 @@ class Agent:
         self.me = me
         self.options = options
         self.pool = Pool(me.name, options.threads, on_thread_start)
-        self.coroutines = Coroutines(me.name, self.pool)
+        self.coroutines = Coroutines(me.name, self.pool, on_thread_start)
         self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
         self.bodies = Bodies(self.peer, options.allow_pickle, me.lane_word)
         self.outcomes = Outcomes(
@@ -163,7 +170,8 @@ class Agent:
                     raise self._gone(peer) from error
                 except (ConnectionError, RpcTimeoutError) as error:
                     if time.monotonic() + pause >= deadline:
-                        raise RpcTimeoutError(
+                        kind = HostUnreachableError if isinstance(error, HostUnreachableError) else RpcTimeoutError
+                        raise kind(
                             f"worker {peer.name!r}: no connection within {deadline - started:.1f} s: {error}"
                         ) from error
                     time.sleep(pause)
@@ -421,9 +429,7 @@ class Agent:
         """Tells all peers, but does not wait long for one that reads nothing."""
         self.closing = True
         links = [link for peer in self.peers if peer.id != self.me.worker_id for link in peer.links]
-        speaker = threading.Thread(target=_say_goodbye, args=(links,), daemon=True)
-        speaker.start()
-        speaker.join(_GOODBYE_SECONDS)
+        _say_goodbye(links, time.monotonic() + _GOODBYE_SECONDS)
 
     def close(self, timeout: float = 5.0) -> None:
         self.closing = True
@@ -445,6 +451,7 @@ class Agent:
         return f"<Agent {self.me.name!r}: {self.calls!r}, {self.pool!r}, {self.peers!r}>"
 
 
-def _say_goodbye(links: list[Link]) -> None:
+def _say_goodbye(links: list[Link], deadline: float) -> None:
     for link in links:
-        link.send(Goodbye())
+        link.post(Goodbye())
+        link.flush(deadline)

@@ -9,6 +9,7 @@ dies, the workers turn to the next one; workers that are lost, or have left, are
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field
 from telegrad.agent.agent import Agent
 from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer, PeerState
-from telegrad.errors import TelegradError, WorkerLostError
+from telegrad.errors import HostUnreachableError, RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.wire.frames import Frame
 from telegrad.wire.messages import Barrier
 
@@ -85,17 +86,26 @@ class BarrierLeader:
         """Connects to every worker: those that cannot be reached are lost, and no longer waited for."""
         for peer in self._agent.peers:
             if peer.state is PeerState.KNOWN and peer.link is None and not peer.accepted:
-                self._agent.pool.submit((lambda peer, _: _try_link(self._agent, peer), peer, None))
+                self._agent.pool.submit((lambda peer, _: _try_link(self._agent, peer, math.inf), peer, None))
 
 
-def _try_link(agent: Agent, peer: Peer) -> bool:
-    """Whether there is a way to a worker; one that does not answer is lost, since nothing watches over it."""
-    try:
-        agent.link_to(peer, time.monotonic() + agent.options.heartbeat)
-    except TelegradError as error:
-        agent.peer_gone(peer, PeerState.LOST, str(error))  # if the agent has not noted the loss
-        return False
-    return True
+def _try_link(agent: Agent, peer: Peer, deadline: float) -> bool:
+    """Whether there is a way to a worker.  One whose host does not answer for ``heartbeat`` seconds is lost, since nothing
+    watches over it; one that is only busy will answer.  Raises ``RpcTimeoutError`` at the deadline."""
+    while not agent.closing:
+        try:
+            agent.link_to(peer, min(deadline, time.monotonic() + agent.options.heartbeat))
+            return True
+        except RpcTimeoutError as error:
+            if isinstance(error, HostUnreachableError):
+                agent.peer_gone(peer, PeerState.LOST, str(error))
+                return False
+            if time.monotonic() >= deadline:
+                raise
+        except TelegradError as error:
+            agent.peer_gone(peer, PeerState.LOST, str(error))  # if the agent has not noted the loss
+            return False
+    return False
 
 
 def leader_of(agent: Agent) -> Peer:
@@ -115,7 +125,7 @@ def go_round(agent: Agent, leader: BarrierLeader, number: int, active: bool, tim
         head = leader_of(agent)
         if head.id == agent.me.worker_id:
             leader.find_the_dead()
-        elif not _try_link(agent, head):
+        elif not _try_link(agent, head, time.monotonic() + timeout if timeout > 0 else math.inf):
             continue  # it cannot be reached: the next one leads
         try:
             waiting = agent.start_call(head, "shutdown", timeout, lambda call_id, _: Barrier(call_id, number, active))

@@ -24,9 +24,10 @@ Done = Callable[[Any, BaseException | None], None]
 
 
 class Coroutines:
-    def __init__(self, name: str, pool: Pool) -> None:
+    def __init__(self, name: str, pool: Pool, on_thread_start: Callable[[], None] = lambda: None) -> None:
         self._name = name
         self._pool = pool
+        self._on_thread_start = on_thread_start
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -72,6 +73,7 @@ class Coroutines:
         return self._loop
 
     def _main(self, runner: asyncio.Runner) -> None:
+        self._on_thread_start()
         with runner:  # at its end it cancels all tasks
             loop = runner.get_loop()
             asyncio.set_event_loop(loop)
@@ -106,7 +108,10 @@ async def _outcome(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseExcept
 
 
 class _InOwnGradMode(Coroutine[Any, Any, Any]):
-    """A coroutine whose gradient mode is its own: torch keeps one per thread, and all coroutines share a thread."""
+    """A coroutine whose gradient mode is its own: torch keeps one per thread, and all coroutines share a thread.
+
+    So do ``torch.autocast`` and ``torch.inference_mode``, which have no such care: they must not span an ``await``.
+    """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine

@@ -149,10 +149,30 @@ class StreamLink:
     ) -> None:
         """A broken link is reported to the agent, not raised."""
         header = codec.encode(message)
-        size = sum(len(buffer) for buffer in stream) if stream else 0
-        self._outbox.append((prefix(len(header), size) + header, stream))
+        if stream:
+            self._send_stream(header, stream, deadline)
+            return
+        self._outbox.append((prefix(len(header), 0) + header, ()))
         if not (more and len(self._outbox) < _CORKED_MOST and self._pool.cork(self)):
-            self.flush(deadline if stream else 0.0)
+            self.flush(0.0)
+
+    def _send_stream(self, header: bytes, stream: Sequence[memoryview], deadline: float) -> None:
+        """Sends the buffers, or copies them: when this returns, the caller may change its tensors."""
+        head = prefix(len(header), sum(len(buffer) for buffer in stream)) + header
+        try:
+            if self._sends_here() or not self._sending.acquire(blocking=False):
+                self._outbox.append((head, [memoryview(bytes(buffer)) for buffer in stream]))
+            else:
+                self._outbox.append((head, stream))
+                all_sent = self._send_all(deadline)
+                self._sending.release()
+                if not all_sent:
+                    self._pool.submit((_flush_and_wait, self, self._pool))
+                    return
+        except BaseException:
+            _release(self._sending)
+            raise
+        self.flush(0.0)  # what came meanwhile
 
     def post(self, message: Message) -> None:
         header = codec.encode(message)

@@ -211,4 +211,6 @@ class Outcomes:
 def _alive(link: Link) -> str:
     if link.host_is_silent(_MOMENT):
         return "Its host does not respond at the moment"
-    return "Its process and host are alive, so it is busy or stopped, and the call may still run there"
+    if link.pid is None:  # the host may have gone a moment ago
+        return "Its host seems to be alive, so it is probably busy or stopped, and the call may still run there"
+    return "Its process is alive, so it is busy or stopped, and the call may still run there"

@@ -278,7 +278,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_TIMEOUT,
 ) -> Future:
-    """As ``rpc_sync``, but returns a future at once."""
+    """As ``rpc_sync``, but returns a future, without waiting for the function.  The first call to a worker connects."""
     return current_worker().rpc_async(to, func, args, kwargs, timeout)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from telegrad.agent.agent import Agent
 from telegrad.agent.link import Link, StreamLink
-from telegrad.agent.peers import Peer, WorkerRecord
+from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
 from telegrad.rpc.options import HOST_VARIABLE, RpcBackendOptions
 from telegrad.transport.base import Stream
@@ -93,7 +93,10 @@ class Network:
     def _accept(self, agent: Agent, stream: Stream, peer: Identity, credentials: Credentials) -> None:
         if peer.worker_id == self.identity.worker_id:
             raise AuthenticationError("the peer calls itself by the id of this worker")
-        record = agent.peer(peer.worker_id).record
+        known = agent.peer(peer.worker_id)
+        if known.state is not PeerState.KNOWN:
+            raise AuthenticationError(f"worker {peer.name!r} counts as {known.state.value} here, and cannot come back")
+        record = known.record
         if (record.name, record.nonce) != (peer.name, peer.nonce):
             raise AuthenticationError(
                 f"a worker that calls itself {peer.name!r} ({peer.worker_id}) is not the one of that id in this job"

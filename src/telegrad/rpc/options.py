@@ -62,7 +62,7 @@ class RpcBackendOptions:
     * ``host``: the address that this worker listens on for other hosts; by default found out.
     * ``port``: the TCP port that this worker listens on; 0: any that is free.
     * ``tls_certificate``, ``tls_key``, ``tls_ca``: files, instead of the certificate that is made at start.
-    * ``heartbeat``: seconds of silence after which a worker counts as lost.
+    * ``heartbeat``: seconds after which a host that does not respond counts as lost.
     * ``init_timeout``: seconds that ``init_rpc`` waits for the others.
     * ``allow_pickle``: False leaves plain data, tensors and functions registered with ``@rpc.export``.
     * ``allow_cloudpickle``: whether lambdas, and functions of a main program that the others do not run, may be sent.

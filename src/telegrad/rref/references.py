@@ -37,7 +37,6 @@ from telegrad.wire.messages import (
 if TYPE_CHECKING:
     from telegrad.worker import Worker
 
-_MOST_EARLY_CALLS = 1000  # that wait for a value whose call has not come
 _DROP_SECONDS = 0.05  # how long a handle that was garbage collected may wait for a call
 
 
@@ -236,19 +235,9 @@ class References:
             return value
 
     def until_made(self, rref_id: GlobalId) -> Callable[[Callable[[], None]], None] | None:
-        """How to be called when a value has been made; None if it is here.
-
-        The number of those that wait for a value whose call has not even come is bounded: it may never come.
-        """
+        """How to be called when a value has been made; None if it is here."""
         value = self.owned(rref_id)
-        if value.done:
-            return None
-        if not value.begun:
-            with self._lock:
-                waiting = sum(len(each) for each in self._owned.values() if not each.begun)
-            if waiting >= _MOST_EARLY_CALLS:
-                raise TelegradError(f"{waiting} calls wait for references whose values have not been made: refused")
-        return value.when_done
+        return None if value.done else value.when_done
 
     def _run_remote(self, link: Link, frame: Frame) -> None:
         message = frame.message

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeoutError
+from telegrad.errors import AuthenticationError, HostUnreachableError, ProtocolError, RpcTimeoutError
 from telegrad.transport.admission import Admission
 from telegrad.transport.base import Stream
 from telegrad.transport.handshake import ClientHandshake, Handshake, Identity
@@ -53,8 +53,8 @@ def dial(
     worker's record.  ``tls`` is needed for TCP.
 
     Raises ``AuthenticationError`` or ``ProtocolError`` when the peer is not the worker that was dialled (do not try
-    again), ``RpcTimeoutError`` when it says too little in time, and any other ``OSError`` when it is not there or
-    goes away (a worker that starts or dies looks like this), a ``ConnectionError`` when there is no way to its host.
+    again), ``HostUnreachableError`` when its host does not answer or there is no way to it, ``RpcTimeoutError`` when
+    the worker says too little in time, and any other ``OSError`` when it is not there or goes away.
     """
     deadline = time.monotonic() + timeout
     what = f"worker {expect.name!r} at {address}"
@@ -70,11 +70,12 @@ def dial(
             sock = connect_unix(address.host, timeout)
         else:
             sock = connect_tcp(address.host, address.port, timeout)
-    except TimeoutError as error:
-        raise RpcTimeoutError(f"{what}: no connection within {timeout:.1f} s") from error
+    except TimeoutError as error:  # a Unix socket accepts nothing while its process is busy
+        kind = RpcTimeoutError if address.kind == "unix" else HostUnreachableError
+        raise kind(f"{what}: no connection within {timeout:.1f} s") from error
     except OSError as error:
         if error.errno in _NO_WAY:
-            raise ConnectionAbortedError(error.errno, f"{address}: {error.strerror}") from error
+            raise HostUnreachableError(f"{what}: {error.strerror}") from error
         raise
     try:
         if address.kind == "unix":

@@ -116,7 +116,7 @@ class Listener:
             visitor.admission.stream.disown()
 
     def refused(self, where: str, reason: str) -> None:
-        """For who finds out later: one line in the log, within its bounds."""
+        """A connection that was handed over turned out to be refused: a line in the log, within its bounds."""
         self._refusals.add(f"a connection from {where}", reason)
 
     # --- everything below runs on the listener's thread ---

@@ -4,7 +4,8 @@ cloudpickle sends a function together with what it uses: globals, closure, defau
 costs ten times as much as the call itself.  So the caller keeps the pickle with the function, and the callee keeps the
 function with the pickle.  Both are allowed only if nothing that the function uses can change in place: numbers, text,
 tuples of them, modules, and functions and classes that can be imported.  When the caller rebinds a global or a closure
-variable, it makes a new pickle.  A function that uses a list, say, or assigns to a global, is sent anew with each call.
+variable, it makes a new pickle.  A function that uses a list, say, or assigns to a global or an attribute, is sent anew
+with each call.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -26,15 +26,17 @@ from telegrad.wire.callables import name_of
 from telegrad.wire.pickles import dump, load
 
 _LONGEST = 64 << 10  # bytes of a pickle that is kept
-_MOST = 256  # functions that a callee keeps
+_MOST = 256  # functions that a caller keeps, and that a callee keeps
 
 _CONSTANTS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, type(...), CodeType, torch.dtype, torch.device)
 )
 _MISSING = object()  # a global that is not there (yet): a builtin
 
-#: By function: what it used when it was pickled, and the pickle for peers with the same main program and without.
-_sent: WeakKeyDictionary[Any, tuple[list[Any], dict[bool, bytes]]] = WeakKeyDictionary()
+#: By id of the function, the oldest first: what it used when it was pickled, itself included, and the pickle for peers
+#: with the same main program and without.  Not weak: what a function uses may refer to the function.
+_sent: OrderedDict[int, tuple[list[Any], dict[bool, bytes]]] = OrderedDict()
+_sent_lock = threading.Lock()
 
 
 class _Changeable(Exception):
@@ -50,9 +52,13 @@ def pickle_of(function: Any, same_main: bool, allow_cloudpickle: bool) -> bytes 
         _collect(function, used, set(), same_main)
     except (_Changeable, RecursionError):
         return None
-    known = _sent.get(function)
-    if known is None or len(known[0]) != len(used) or any(a is not b for a, b in zip(known[0], used, strict=True)):
-        known = _sent[function] = (used, {})
+    with _sent_lock:
+        known = _sent.get(id(function))
+        if known is None or len(known[0]) != len(used) or any(a is not b for a, b in zip(known[0], used, strict=True)):
+            known = _sent[id(function)] = (used, {})
+        _sent.move_to_end(id(function))
+        if len(_sent) > _MOST:
+            _sent.popitem(last=False)
     pickled = known[1].get(same_main)
     if pickled is None:
         try:
@@ -115,7 +121,7 @@ def _content_of(cell: CellType) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _globals_of(code: CodeType) -> tuple[str, ...] | None:
-    """The globals that the code reads; None if it assigns to a global or to a variable of its closure."""
+    """The globals that the code reads; None if it assigns to a global, an attribute or a variable of its closure."""
     names: set[str] = set()
     pending = [code]
     while pending:
@@ -123,7 +129,7 @@ def _globals_of(code: CodeType) -> tuple[str, ...] | None:
         pending += [constant for constant in each.co_consts if type(constant) is CodeType]
         for instruction in dis.get_instructions(each):
             what = instruction.opname
-            if what in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+            if what in ("STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR"):
                 return None
             if what in ("STORE_DEREF", "DELETE_DEREF") and instruction.argval in code.co_freevars:
                 return None

@@ -158,7 +158,7 @@ def _read_dict(reader: TreeReader, parts: list[Any]) -> dict[Any, Any]:
     if len(keys) <= _KEYS_AT_ONCE:
         return dict(zip(keys, values, strict=True))
     built: dict[Any, Any] = {}
-    _insert_all(len(keys), lambda chunk: built.update(zip(keys[chunk], values[chunk], strict=True)))
+    _insert_all(keys, lambda chunk: built.update(zip(keys[chunk], values[chunk], strict=True)))
     return built
 
 
@@ -167,13 +167,16 @@ def _read_set(reader: TreeReader, parts: list[Any]) -> set[Any]:
     if len(items) <= _KEYS_AT_ONCE:
         return set(items)
     built: set[Any] = set()
-    _insert_all(len(items), lambda chunk: built.update(items[chunk]))
+    _insert_all(items, lambda chunk: built.update(items[chunk]))
     return built
 
 
-def _insert_all(count: int, insert: Callable[[slice], None]) -> None:
+def _insert_all(keys: Sequence[Any], insert: Callable[[slice], None]) -> None:
     """Inserts keys in chunks; stops when they take far longer than keys of any honest program."""
+    for key in keys:
+        hash(key)  # text and bytes keep theirs: that of a long one is no sign of a collision
     start = time.thread_time()
+    count = len(keys)
     for first in range(0, count, _KEYS_AT_ONCE):
         insert(slice(first, first + _KEYS_AT_ONCE))
         if time.thread_time() - start > first * _SECONDS_PER_KEY + _SECONDS_TO_SPARE:
