@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from telegrad.agent.failures import copy_of, failure_of, let_go_of_frames, rebuild
+from telegrad.agent.failures import copy_of, failure_of, let_go_of_frames, rebuild, story_of
 from telegrad.errors import RemoteError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.wire import codec
 from telegrad.wire.messages import Failure
@@ -67,7 +67,7 @@ def trip(error: BaseException, allow_any: bool = True) -> Exception:
     assert isinstance(failure, Failure)
     body = failure.body
     details = unpack(body, list(body.buffers), [], [], allow_pickle=True)
-    return rebuild(failure, details, allow_any)
+    return rebuild(failure, details, allow_any, failure.worker)
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_without_pickle_only_built_in_types_and_our_own_are_rebuilt() -> None:
 
 @pytest.mark.parametrize("name", ["os:system", "builtins:print", "builtins:int", "nonsense", "a:b:c", ""])
 def test_a_name_that_is_no_exception_is_never_called(name: str) -> None:
-    back = rebuild(Failure(1, "worker", name, "text"), (("x",), {}), True)
+    back = rebuild(Failure(1, "worker", name, "text"), (("x",), {}), True, "worker")
     assert type(back) is RemoteError
 
 
 @pytest.mark.parametrize("details", [None, 5, ("x",), (5, {}), (("x",), 5), ((), {"args": 3})])
 def test_strange_details_make_an_error_all_the_same(details: Any) -> None:
-    back = rebuild(Failure(1, "worker", "builtins:ValueError", "text", "trace"), details, True)
+    back = rebuild(Failure(1, "worker", "builtins:ValueError", "text", "trace"), details, True, "worker")
     assert "text" in str(back)
 
 
@@ -162,7 +162,7 @@ def test_details_that_cannot_be_packed_are_left_out() -> None:
         raise SerializationError("no")
 
     failure, _ = failure_of(raised(ValueError("text")), 1, "worker", refuse)
-    back = rebuild(failure, None, True)
+    back = rebuild(failure, None, True, failure.worker)
     assert type(back) is ValueError
     assert "text" in str(back)
 
@@ -188,7 +188,7 @@ def test_a_copy_has_notes_of_its_own() -> None:
 
 def test_no_class_of_ours_comes_into_a_users_register() -> None:
     failure = Failure(0, "b", f"{__name__}:Listed", "text", "traceback")
-    again = rebuild(failure, ((3,), {}), True)
+    again = rebuild(failure, ((3,), {}), True, failure.worker)
     assert isinstance(again, Listed)
     assert "text" in str(again)
     assert Listed.register == []
@@ -222,10 +222,32 @@ def test_an_error_that_is_kept_holds_no_frames_but_knows_its_story() -> None:
 def test_what_a_peer_says_cannot_steer_a_terminal() -> None:
     evil = "\x1b]0;owned\x07\x1b[2J"
     failure = Failure(1, "b", f"nowhere:{evil}", f"first {evil}\n\tsecond\r", f"Traceback {evil}\n  line\n")
-    error = rebuild(failure, None, True)
+    error = rebuild(failure, None, True, failure.worker)
     assert "\x1b" not in str(error)
     assert "\x07" not in str(error)
     assert "\r" not in str(error)
     assert "first \\x1b]0;owned" in str(error)
     assert "\n\tsecond\\r" in str(error)
     assert "  line" in str(error)
+
+
+@pytest.mark.parametrize("notes", [["\x1b[2J"], "\x1b", 7])
+def test_nor_can_attributes_and_notes_that_a_peer_sends(notes: Any) -> None:
+    attributes = {"__notes__": notes, "_telegrad_story": "\x1b[2J", "__class__": int, "code": 3}
+    error = rebuild(Failure(1, "b", "builtins:ValueError", "text"), (("text",), attributes), True, "b")
+    assert type(error) is ValueError
+    assert error.code == 3  # type: ignore[attr-defined]
+    shown = "".join(traceback.format_exception(error)) + story_of(error)
+    assert "\x1b" not in shown
+
+
+def test_a_syntax_error_names_no_file_here() -> None:
+    details = (("\x1b", ("\x1b", 1, 1, "\x1b[2J\n", 1, 1)), {})
+    error = rebuild(Failure(1, "b", "builtins:SyntaxError", "text"), details, True, "b")
+    assert isinstance(error, RemoteError)
+    assert "\x1b" not in "".join(traceback.format_exception(error))
+
+
+def test_the_worker_that_is_named_is_that_of_the_link() -> None:
+    error = rebuild(Failure(1, "somebody else", "builtins:ValueError", "text"), None, True, "b")
+    assert "raised on worker 'b'" in str(error)

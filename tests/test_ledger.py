@@ -559,9 +559,9 @@ def test_one_fork_cannot_be_of_two_references() -> None:
     x, y = o.create_local(), o.create_local()
     fork = o.share(x, None, A)
     a.receive(fork)
-    with pytest.raises(ProtocolError, match="sent fork .* twice"):
+    with pytest.raises(ProtocolError, match=r"sent fork .* twice"):
         a.receive(RRefFork(y, fork.fork_id, O, O))
-    with pytest.raises(ProtocolError, match="sent fork .* twice"):
+    with pytest.raises(ProtocolError, match=r"sent fork .* twice"):
         a.receive(RRefFork(x, fork.fork_id, B, O))
 
 

@@ -190,7 +190,7 @@ def forge_record(host: str, port: int, own_host: str) -> None:
     corner = torch.distributed.PrefixStore(f"telegrad/{name}", store)
     key = derive_key(corner.get("token"), corner.get("job").decode())
     meeting = Meeting(JobStore(corner), 1, "worker1", 2, 10.0)
-    addresses = (Address("tcp", own_host, 666),)
+    addresses = (Address("tcp", own_host, 666, bytes(32)),)
     record = WorkerRecord(1, "worker1", 1, "far away", addresses, world_size=2, nonce=bytes(16))
     meeting.publish(record, key)
 

@@ -357,6 +357,9 @@ class Agent:
         peer = self._peers.get(link.peer_id)
         if peer is None or self.closing:
             return
+        if not link.dialled and not link.heard:
+            peer.forget(link)  # the peer gave up before its first message, since we were too busy to welcome it
+            return
         if peer.state is PeerState.KNOWN:
             self.peer_gone(peer, PeerState.LOST, reason)
         peer.forget(link)

@@ -61,15 +61,15 @@ class BarrierLeader:
         """Answers the rounds in which all are present."""
         alive = {peer.id for peer in self._agent.peers if peer.state is PeerState.KNOWN}
         with self._lock:
-            finished, later = [], set[int]()
-            for number in sorted(self._rounds, reverse=True):
-                current = self._rounds[number]
-                # Who is in a later round heard "again" of this one, from a leader that died before all had heard it.
-                current.active |= bool(later)
-                if alive <= current.present.keys() | later:
-                    finished.append(self._rounds.pop(number))
-                later |= current.present.keys()
-        for current in finished:
+            finished = []
+            for number, current in list(self._rounds.items()):
+                # A worker in the next round heard "again" of this one, from a leader that died before all had heard it.
+                ahead = self._rounds[number + 1].present.keys() if number + 1 in self._rounds else set[int]()
+                current.active |= bool(ahead)
+                if alive <= current.present.keys() | ahead:
+                    finished.append(number)
+            rounds = [self._rounds.pop(number) for number in finished]
+        for current in rounds:
             # Ourselves last: our main thread leaves on the answer, and the others should have theirs by then.
             for _, answer in sorted(current.present.items(), key=lambda item: item[0] == self._agent.me.worker_id):
                 answer(current.active)
@@ -90,8 +90,11 @@ class BarrierLeader:
 
 
 def _try_link(agent: Agent, peer: Peer, deadline: float) -> bool:
-    """Whether there is a way to a worker.  One whose host does not answer for ``heartbeat`` seconds is lost, since nothing
-    watches over it; one that is only busy will answer.  Raises ``RpcTimeoutError`` at the deadline."""
+    """Whether there is a way to a worker; raises ``RpcTimeoutError`` at the deadline.
+
+    A worker whose host does not answer for ``heartbeat`` seconds is lost, since nothing watches over it.  One that is
+    only busy will answer.
+    """
     while not agent.closing:
         try:
             agent.link_to(peer, min(deadline, time.monotonic() + agent.options.heartbeat))

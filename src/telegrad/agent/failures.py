@@ -47,7 +47,7 @@ def failure_of(
         # The traceback of what telegrad refuses would only show telegrad's own lines.
         refused = isinstance(error, TelegradError)
         reason = f"{kind.__name__}: {text.partition(chr(10))[0]}" if refused else story_of(error)
-        _failed_calls.write(f"worker {worker!r}: a call from another worker failed: {_clean(reason)}")
+        _failed_calls.write(f"worker {worker!r}: a call from another worker failed: {printable_lines(_clean(reason))}")
     failure = Failure(
         call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story), parcel.body
     )
@@ -108,13 +108,13 @@ def _clean(text: str) -> str:
     return text[:_LONGEST_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
-def rebuild(failure: Failure, details: Any, allow_any: bool) -> Exception:
-    """The exception to raise here for one that was raised over there."""
+def rebuild(failure: Failure, details: Any, allow_any: bool, worker: str) -> Exception:
+    """The exception to raise here for one that was raised on that worker."""
     story = printable_lines(failure.traceback.rstrip())
-    text = f"{printable_lines(failure.text)}\n\nThis was raised on worker {failure.worker!r}:\n{story}"
+    text = f"{printable_lines(failure.text)}\n\nThis was raised on worker {worker!r}:\n{story}"
     kind = exception_type(failure.type_name, allow_any)
     type_name = printable(failure.type_name.replace(":", "."))
-    if kind is None:
+    if kind is None or issubclass(kind, SyntaxError):  # Python prints the file and line that such a one names
         return RemoteError(f"{type_name}: {text}")
     try:
         return _rebuild_as(kind, details, text)
@@ -126,7 +126,11 @@ def _rebuild_as(kind: type[BaseException], details: Any, text: str) -> Exception
     args, attributes = details if details is not None else ((), {})
     plain = kind.__str__ is BaseException.__str__ or issubclass(kind, TelegradError)
     error = _make(kind if plain else _told(kind), args)
-    error.__dict__.update(attributes)
+    theirs = [name for name in attributes if not name.startswith(("__", "_telegrad"))]
+    error.__dict__.update({name: attributes[name] for name in theirs})
+    notes = attributes.get("__notes__")
+    for note in notes if isinstance(notes, list) else ():
+        error.add_note(printable_lines(str(note)))
     if plain:
         error.args = (text, *args[1:]) if len(args) <= 1 else (text,)
     else:

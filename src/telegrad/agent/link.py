@@ -39,6 +39,7 @@ class Link(Protocol):
     pid: int | None  # the peer's process, where the kernel vouches for it: on a Unix socket
     brings_calls: bool  # and not only notes: a thread that served one looks out for the next
     lane_open: bool  # the peer can read our slabs
+    heard: bool  # the peer has sent something on it
     held: dict[int, Any]  # the slabs that the peer has not given back, by number
 
     def send(
@@ -110,6 +111,7 @@ class StreamLink:
         self.pid = pid
         self.brings_calls = False
         self.lane_open = False
+        self.heard = False
         self.held: dict[int, Any] = {}
         self._stream = stream
         self._fd = stream.fileno()
@@ -337,22 +339,25 @@ class StreamLink:
         return self._poll.poll(0)
 
     def _receive(self) -> Sequence[Work]:
-        """Reads what is there, once, or to the end where the stream keeps bytes of its own (TLS)."""
+        """Reads once, and then what the stream holds already and the descriptor does not announce (TLS)."""
         reader = self._reader
+        receive = self._stream.recv_into
         work: list[Work] = []
         try:
             while True:
                 self._midway = True
-                count = self._stream.recv_into(reader.space())
+                count = receive(reader.space())
                 if count == 0:
                     self._break("the connection was closed")
                     return work
                 frames = reader.advance(count)
                 self._midway = self._drain  # TLS may have more, which no poll would see
                 if frames:
+                    self.heard = True
                     work += self._events.arrived(self, frames)
                 if not self._drain:
                     return work
+                receive = self._stream.recv_held  # type: ignore[attr-defined]
         except BlockingIOError:
             self._midway = False
             return work

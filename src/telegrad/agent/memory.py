@@ -38,6 +38,7 @@ class MemoryLink:
         self.pid: int | None = None
         self.brings_calls = False
         self.lane_open = False
+        self.heard = False
         self.held: dict[int, Any] = {}
         self._agent = agent
         self._pool = pool
@@ -72,6 +73,7 @@ class MemoryLink:
         if self._closed:
             return
         frame = Frame(codec.decode(header), [bytearray(buffer) for buffer in buffers])
+        self.heard = True
         try:
             work = self._agent.arrived(self, (frame,))
         except ProtocolError as error:

@@ -155,7 +155,7 @@ class Outcomes:
             details = self._open(ticket.link, message.body, outcome.buffers)
         except TelegradError:
             details = None  # its type and text are enough
-        raise rebuild(message, details, self._allow_pickle)
+        raise rebuild(message, details, self._allow_pickle, self._name_of(ticket.link.peer_id))
 
     def timed_out(self, waiting: Waiting[Ticket]) -> RpcTimeoutError:
         seconds = waiting.deadline - waiting.started

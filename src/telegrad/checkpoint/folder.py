@@ -34,6 +34,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from telegrad._text import printable
 from telegrad.checkpoint.files import Directory, create, finish, open_file, read_file
 from telegrad.checkpoint.manifest import MANIFEST
 from telegrad.errors import CheckpointError, UsageError
@@ -175,7 +176,7 @@ class Folder:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
+                holder = printable(os.read(descriptor, 1000).decode(errors="replace")) or "another process"
                 raise UsageError(f"{holder} is saving into {self.path} just now: one at a time") from None
             except OSError as error:
                 raise UsageError(f"cannot lock {self.path} ({error}): save where the file system has locks") from error

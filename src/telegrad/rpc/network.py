@@ -25,6 +25,8 @@ from telegrad.transport.listener import Door, Listener
 from telegrad.transport.sockets import is_loopback, listen_tcp, listen_unix
 from telegrad.transport.tls import Authority, load_authority, load_certificate, make_authority, tls_end
 
+_MOST_LINKS = 2  # that a worker may make to another: one for its calls, and one if a signal handler dials meanwhile
+
 
 class Network:
     """``key`` is the one that signs records; links are authenticated with another one, known when all have met."""
@@ -96,6 +98,8 @@ class Network:
         known = agent.peer(peer.worker_id)
         if known.state is not PeerState.KNOWN:
             raise AuthenticationError(f"worker {peer.name!r} counts as {known.state.value} here, and cannot come back")
+        if len(known.accepted) >= _MOST_LINKS:
+            raise AuthenticationError(f"worker {peer.name!r} has {_MOST_LINKS} connections to this worker already")
         record = known.record
         if (record.name, record.nonce) != (peer.name, peer.nonce):
             raise AuthenticationError(

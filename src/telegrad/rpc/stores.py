@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import socket
@@ -19,8 +20,11 @@ import torch.distributed as dist
 from telegrad._text import printable
 from telegrad._torch import DistNetworkError, FileStore, Store, TCPStore
 from telegrad.errors import RendezvousError, UsageError
+from telegrad.transport.sockets import is_loopback
 
 T = TypeVar("T")
+
+log = logging.getLogger("telegrad.rpc")
 
 _GRACE = 1.0  # after its own timeout, in which torch has the first word
 _MAX_VALUE = 1 << 16  # bytes; the longest value that a worker writes is its record, of about 1 KB
@@ -158,7 +162,14 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
     from_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not from_launcher
     if local and not from_launcher:
-        host = _loopback_for(host, port)
+        named, host = host, _loopback_for(host, port)
+        if serves and not is_loopback(named):
+            log.warning(
+                "the rendezvous at %s:%d is served on loopback only, because the job has no secret. If the program "
+                "also calls init_process_group at this port, call it before init_rpc, or set TELEGRAD_SECRET",
+                named,
+                port,
+            )
 
     def connect(listen_fd: int | None = None) -> TCPStore:
         return TCPStore(

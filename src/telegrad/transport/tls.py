@@ -322,6 +322,13 @@ class TlsStream:
             if not self._fill():
                 return 0
 
+    def recv_held(self, buffer: memoryview) -> int:
+        """As ``recv_into``, but only of what was taken from the socket already."""
+        got = self._read(buffer)
+        if not got:
+            raise BlockingIOError
+        return got
+
     def _read(self, buffer: memoryview) -> int:
         """Decrypts what is there; OpenSSL gives one record of at most 16 KiB at a time."""
         got = 0

@@ -15,6 +15,7 @@ CLEANUP_AUTOGRAD_CONTEXT_REQ  ``DropContext``, a note
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -89,7 +90,12 @@ class FaultyWorker(CompatWorker):
     def _faulty(self, send: Callable[..., None]) -> Callable[..., None]:
         failed: Counter[Any] = Counter()
 
-        def send_perhaps(message: Message, stream: Sequence[memoryview] = (), more: bool = False) -> None:
+        def send_perhaps(
+            message: Message,
+            stream: Sequence[memoryview] = (),
+            more: bool = False,
+            deadline: float = math.inf,
+        ) -> None:
             name = _name_of(message)
             if name in self.faults.messages_to_fail and self._fails(message, failed):
                 return
@@ -99,7 +105,7 @@ class FaultyWorker(CompatWorker):
                 later.daemon = True
                 later.start()
             else:
-                send(message, stream, more)
+                send(message, stream, more, deadline)
 
         return send_perhaps
 
