@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import operator
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -473,3 +475,29 @@ def test_the_argument_of_a_function_by_value_is_named(trio: Cluster) -> None:
         rpc.rpc_sync("b", lambda x, y=LOCK: x, (1,))
     with pytest.raises(SerializationError, match=r"argument 1 of torch:add for worker 'b' cannot be sent"):
         rpc.rpc_sync("b", "torch:add", (LOCK, 1))
+
+
+def test_functions_that_were_sent_are_kept_in_bounds(trio: Cluster) -> None:
+    """Also such as refer to themselves."""
+    before = len(by_value._sent)
+    alive = []
+    for number in range(by_value._MOST + 50):
+
+        def again(depth: int, number: int = number) -> int:
+            return again(depth - 1) if depth else number
+
+        assert pickle_of(again, False, True) is not None
+        alive.append(weakref.ref(again))
+    del again
+    gc.collect()
+    assert len(by_value._sent) <= max(before, by_value._MOST)
+    assert sum(each() is not None for each in alive) <= by_value._MOST
+
+
+def test_a_function_that_sets_attributes_keeps_no_state_over_there(trio: Cluster) -> None:
+    def counter() -> int:
+        counter.n = getattr(counter, "n", 0) + 1  # type: ignore[attr-defined]
+        return counter.n  # type: ignore[attr-defined,no-any-return]
+
+    with trio.on("a"):
+        assert [rpc.rpc_sync("b", counter) for _ in range(3)] == [1, 1, 1]

@@ -107,6 +107,16 @@ def test_with_an_authority_a_worker_needs_a_certificate_of_its_own_name(three: l
     assert honest.run(hostile.call, "worker0") == ("answered", "honest")
 
 
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_a_worker_gets_no_more_than_two_connections(transport: str) -> None:
+    with puppets(3) as cast:
+        join(cast, transports=(transport,), secret=SECRET)
+        victim, _, greedy = cast
+        assert greedy.run(hostile.keep_connecting, "worker0", 20) <= 2
+        assert "has 2 connections to this worker already" in victim.wait_for_log("refused")
+        assert cast[1].run(hostile.call, "worker0") == ("answered", "honest")
+
+
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 

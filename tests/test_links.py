@@ -396,6 +396,45 @@ def test_a_flush_ends_at_its_deadline(stream_pair: Pair) -> None:
     assert [frame.message.call_id for frame in callee.got(2000)] == list(range(2000))
 
 
+def test_when_a_send_returns_the_caller_may_change_its_memory(stream_pair: Pair) -> None:
+    """The first message is cut off by its deadline, and the others wait behind it, without a thread of their own."""
+    caller, callee = stream_pair
+    stop_reading(callee)
+    data = [bytearray(big(20 << 20, number)) for number in range(3)]
+    expected = [bytes(each) for each in data]
+    body = Body(buffers=(len(data[0]),))
+    for number, each in enumerate(data):
+        deadline = time.monotonic() + 0.1
+        caller.link.send(Call(number, "f", body), [memoryview(each)], deadline=deadline)
+        each[:] = bytes(len(each))
+        assert eventually(lambda: taken(caller.link._sending)), "a thread of the pool waits for the peer"
+    callee.link.start()
+    frames = callee.got(3)
+    assert [bytes(frame.buffers[0]) for frame in frames] == expected
+
+
+def test_a_reader_stops_at_its_deadline_while_much_is_coming(stream_pair: Pair) -> None:
+    """A flood of small messages, of which none is the one that is waited for."""
+    caller, callee = stream_pair
+    stop_reading(caller)
+    over = threading.Event()
+
+    def flood() -> None:
+        while not over.is_set():
+            callee.link.send(Reply(1, Body(tree="x" * 1000)), deadline=time.monotonic() + 1)
+            while callee.link.has_posted() and not over.is_set():
+                time.sleep(0.001)
+
+    join = in_thread(flood)
+    try:
+        read = in_thread(lambda: caller.link.help_read(lambda: False, time.monotonic() + 0.5))
+        assert read() is True
+    finally:
+        over.set()
+        join()
+    assert caller.frames
+
+
 def test_a_close_ends_the_wait_for_a_peer_that_reads_nothing(stream_pair: Pair) -> None:
     caller, callee = stream_pair
     stop_reading(callee)

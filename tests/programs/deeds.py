@@ -561,6 +561,11 @@ def send_big(to: str, size: int, timeout: float) -> int:
     return rpc.rpc_sync(to, ends_of, args=(torch.zeros(size, dtype=torch.uint8),), timeout=timeout)[0]  # type: ignore[no-any-return]
 
 
+def call_in_vain(call: Any, to: str, timeout: float) -> None:
+    """Starts a call whose result is not used."""
+    call(to, nothing, timeout=timeout)
+
+
 def fork_unnoticed() -> int:
     """A child that C code forked: Python's hooks do not run in it."""
     libc = ctypes.PyDLL(None)

@@ -143,6 +143,45 @@ def _knock(network: Network, target: WorkerRecord, me: Identity) -> str:
         stream.close()
 
 
+_streams: list[Any] = []
+
+
+def keep_connecting(victim: str, times: int) -> int:
+    """Opens connections to a worker beside the one for calls; how many stay open."""
+    worker = current_worker()
+    network, target, me = _network(), worker.agent.peer(victim).record, worker.agent.me
+    address = network._choose(me, target)
+    for _ in range(times):
+        try:
+            _streams.append(
+                dial(
+                    address,
+                    network._link_key,
+                    Identity(me.worker_id, me.name, me.nonce),
+                    Identity(target.worker_id, target.name, target.nonce),
+                    10.0,
+                    lambda credentials: None,
+                    network._client_tls if address.kind == "tcp" else None,
+                )
+            )
+        except (TelegradError, OSError):
+            pass
+    return sum(not _is_closed(stream) for stream in _streams)
+
+
+def _is_closed(stream: Any) -> bool:
+    buffer = memoryview(bytearray(1 << 12))
+    while select.select([stream.fileno()], [], [], 1.0)[0]:
+        try:
+            if stream.recv_into(buffer) == 0:
+                return True
+        except BlockingIOError:
+            continue
+        except OSError:
+            return True
+    return False
+
+
 def come_as_a_ghost(victim: str) -> str:
     """Dials as a worker that the job does not have."""
     worker = current_worker()
