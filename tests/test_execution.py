@@ -479,18 +479,17 @@ def test_the_argument_of_a_function_by_value_is_named(trio: Cluster) -> None:
 
 def test_functions_that_were_sent_are_kept_in_bounds(trio: Cluster) -> None:
     """Also such as refer to themselves."""
-    before = len(by_value._sent)
-    alive = []
-    for number in range(by_value._MOST + 50):
 
-        def again(depth: int, number: int = number) -> int:
+    def send_one(number: int) -> weakref.ref[Any]:
+        def again(depth: int) -> int:
             return again(depth - 1) if depth else number
 
         assert pickle_of(again, False, True) is not None
-        alive.append(weakref.ref(again))
-    del again
+        return weakref.ref(again)
+
+    alive = [send_one(number) for number in range(by_value._MOST + 50)]
     gc.collect()
-    assert len(by_value._sent) <= max(before, by_value._MOST)
+    assert len(by_value._sent) <= by_value._MOST
     assert sum(each() is not None for each in alive) <= by_value._MOST
 
 
