@@ -14,6 +14,7 @@ from torch import Tensor
 from puppets import PROGRAMS, clean_environment
 from support import PATIENCE, Gate, eventually, in_thread, pass_through
 from telegrad import autograd, rpc
+from telegrad.autograd.context import Registry
 from telegrad.errors import WorkerLostError
 from telegrad.testing import Cluster, cluster
 from telegrad.wire.messages import EndPass
@@ -182,3 +183,15 @@ def test_a_message_that_goes_out_while_its_context_ends_leaves_nothing_behind(
     rpc.rpc_sync("b", times_weight, (torch.ones(2, requires_grad=True),))
     entered.__exit__(None, None, None)
     assert_nothing_left(trio, "a", "b")
+
+
+def test_a_late_message_does_not_bring_back_a_context_whose_end_its_sender_told() -> None:
+    """Two workers told this one of the context; the message of the second waits for a thread while the context ends."""
+    registry, context_id = Registry(0), 1 << 48 | 5
+    assert registry.join(context_id, sender=2) is not None
+    assert registry.drop(context_id, by=3) is None, "only the creator and the worker that told of it first may end it"
+    assert registry.find(context_id) is not None
+    assert registry.drop(context_id, by=2) is not None
+    assert registry.join(context_id, sender=3) is None
+    assert registry.join(context_id, sender=2) is None
+    assert registry.find(context_id) is None

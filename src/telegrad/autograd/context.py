@@ -223,19 +223,19 @@ class Registry:
         """Forgets a context; None if it is not known (any more).
 
         ``by``: the worker that says that it has ended.  Only its creator and the worker that told this one of it may
-        say so.  A message of that worker may still wait for a thread here, so what it said is remembered even if the
-        context is not known yet.
+        say so.  Messages of a worker may still wait for a thread here, so what it said is remembered in any case: they
+        must not bring the context back.
         """
         creator = context_id >> _WORKER_SHIFT
         with self._lock:
-            context = self._known.get(context_id)
-            if context is not None and by not in (None, creator, context.origin):
-                return None
-            self._known.pop(context_id, None)
             ended = self._ended[creator if by is None else by]
             ended[context_id] = None
             if len(ended) > _REMEMBERED:
                 ended.popitem(last=False)
+            context = self._known.get(context_id)
+            if context is not None and by not in (None, creator, context.origin):
+                return None
+            self._known.pop(context_id, None)
         if context is not None:
             context.ended = True
         return context
