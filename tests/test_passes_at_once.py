@@ -194,4 +194,5 @@ def test_a_late_message_does_not_bring_back_a_context_whose_end_its_sender_told(
     assert registry.drop(context_id, by=2) is not None
     assert registry.join(context_id, sender=3) is None
     assert registry.join(context_id, sender=2) is None
+    assert registry.join(context_id, sender=0) is None, "a call of this worker to itself waited too"
     assert registry.find(context_id) is None

@@ -154,8 +154,9 @@ class Registry:
         self._numbers: Callable[[], int] = itertools.count().__next__ if guessable else _random_number
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
-        # By the worker that said so, the last contexts that ended, oldest first.  Each has a memory of its own, so that
-        # no worker can make this one forget what another said.
+        # The last contexts that ended, oldest first, by the worker that said so; by this one, if it was the creator or
+        # the worker that told of the context.  Each worker has a memory of its own, so that none can make this one
+        # forget what another said.
         self._ended: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     def new(self) -> Context:
@@ -165,10 +166,9 @@ class Registry:
         return context
 
     def _has_ended(self, context_id: int, sender: int | None = None) -> bool:
-        """Whether its creator said so, or that worker."""
+        """Whether it has ended here, or that worker says so."""
         said = self._ended
-        creator = context_id >> _WORKER_SHIFT
-        return (creator in said and context_id in said[creator]) or (
+        return (self._worker in said and context_id in said[self._worker]) or (
             sender is not None and sender in said and context_id in said[sender]
         )
 
@@ -228,17 +228,20 @@ class Registry:
         """
         creator = context_id >> _WORKER_SHIFT
         with self._lock:
-            ended = self._ended[creator if by is None else by]
-            ended[context_id] = None
-            if len(ended) > _REMEMBERED:
-                ended.popitem(last=False)
             context = self._known.get(context_id)
-            if context is not None and by not in (None, creator, context.origin):
+            may_end = by is None or by == creator or (context is not None and by == context.origin)
+            self._remember_end(context_id, self._worker if by is None or may_end else by)
+            if context is None or not may_end:
                 return None
-            self._known.pop(context_id, None)
-        if context is not None:
-            context.ended = True
+            del self._known[context_id]
+        context.ended = True
         return context
+
+    def _remember_end(self, context_id: int, by: int) -> None:
+        ended = self._ended[by]
+        ended[context_id] = None
+        if len(ended) > _REMEMBERED:
+            ended.popitem(last=False)
 
     def forget(self, context_id: int) -> None:
         """As if nobody had told of it."""
