@@ -362,7 +362,7 @@ class Engine:
         except TelegradError:
             details = None
         failure = Failure(0, payload.worker, payload.type_name, payload.text, payload.traceback)
-        self._fail(this, rebuild(failure, details, self._agent.options.allow_pickle, self._name(sender)))
+        self._fail(this, rebuild(failure, details, self._agent.options.allow_pickle, self._agent.peer(sender).name))
 
     def _end_elsewhere(self, this: Pass, reason: str) -> None:
         for worker in this.told - {self._me}:
