@@ -318,6 +318,77 @@ def test_plain_methods_of_tensors_write_into_no_argument(name):
     assert (target == 7).all()
 
 
+def quantised():
+    return torch.quantize_per_tensor(torch.rand(8, 4), 0.1, 0, torch.quint8)
+
+
+UNUSUAL = {
+    "quantised": quantised,
+    "sparse": lambda: torch.ones(2, 2).to_sparse(),
+    "sparse, of a size that torch cannot multiply": lambda: torch.sparse_coo_tensor(
+        torch.zeros(2, 3, dtype=torch.long), torch.ones(3, 2, 2), (3, 2**40, 2, 2)
+    ),
+    "csr": lambda: torch.ones(2, 2).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
+    "bits": lambda: torch.zeros(2, 2, dtype=torch.uint8).view(torch.uint1),
+    "meta": lambda: torch.ones(2, 2, device="meta"),
+    "expanded": lambda: torch.ones(1).expand(2**20, 2**20),
+}
+quiet_unusual = pytest.mark.filterwarnings("ignore:.*(quantiz|deprecat|Sparse|nested).*:UserWarning")
+
+
+@quiet_unusual
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("path", sorted(callables._PLAIN_OPERATORS))
+def test_plain_operators_take_plain_tensors_only(path, kind):
+    """torch crashes with some of the others."""
+    operator, odd, usual = resolve(f"torch:{path}", False), UNUSUAL[kind](), torch.ones(2, 2)
+    for args, kwargs in [((odd, odd), {}), ((usual, odd), {}), (([usual, (odd,)],), {}), ((usual,), {"other": odd})]:
+        with pytest.raises(SerializationError, match=rf"torch's '{path}' takes no .*tensor .*@rpc\.export"):
+            operator(*args, **kwargs)
+
+
+@quiet_unusual
+@pytest.mark.parametrize("kind", UNUSUAL)
+@pytest.mark.parametrize("name", ["add", "sum", "clone", "view", "tolist", "double"])
+def test_plain_methods_take_plain_tensors_only(name, kind):
+    odd = UNUSUAL[kind]()
+    for value, args in [(odd, ()), (torch.ones(2, 2), (odd,))]:
+        with pytest.raises(SerializationError, match=rf"torch's '{name}' takes no .*tensor .*@rpc\.export"):
+            exported_method(value, name)(*args)
+
+
+@pytest.mark.parametrize("name", ["view", "reshape", "transpose", "clone", "add", "float"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float32, torch.quint8, torch.uint1])
+def test_a_dtype_reinterprets_no_memory(name, dtype):
+    method = exported_method(torch.ones(8, 4), name)
+    for args, kwargs in [((dtype,), {}), ((), {"dtype": dtype}), (([dtype],), {})]:
+        with pytest.raises(SerializationError, match=rf"torch's '{name}' takes no {dtype} from another worker"):
+            method(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.quint8, torch.qint32, torch.uint1, torch.bits8, torch.float4_e2m1fn_x2])
+def test_results_have_plain_dtypes(dtype):
+    with pytest.raises(SerializationError, match="torch's 'zeros' takes no"):
+        resolve("torch:zeros", False)(2, 2, dtype=dtype)
+    with pytest.raises(SerializationError, match="torch's 'sum' takes no"):
+        exported_method(torch.ones(2), "sum")(dtype=dtype)
+
+
+def test_plain_arguments_go():
+    x = torch.arange(6.0).reshape(2, 3)
+    assert resolve("torch:sum", False)(x, dim=(0, 1), dtype=torch.float64).dtype is torch.float64
+    assert resolve("torch:cat", False)([x, x], 1).shape == (2, 6)
+    assert resolve("torch:stack", False)((x, x), dim=0).shape == (2, 2, 3)
+    assert resolve("torch:full", False)(torch.Size([2]), 3, dtype=torch.int64, device="cpu").tolist() == [3, 3]
+    assert resolve("torch:mul", False)(x, torch.ones(1).expand(2, 3)).tolist() == x.tolist()
+    assert exported_method(x, "view")(3, -1).shape == exported_method(x, "reshape")((3, 2)).shape == (3, 2)
+    assert exported_method(x, "transpose")(0, 1).shape == (3, 2)
+    assert exported_method(torch.nn.Parameter(x), "detach")().tolist() == x.tolist()
+    assert exported_method(x.bfloat16(), "float")().dtype is torch.float32
+
+
 # --- exported classes -----------------------------------------------------------------------------------------------
 
 

@@ -209,6 +209,15 @@ def test_without_pickle_other_functions_are_refused(strict: list[Puppet], functi
         strict[0].run(rpc.rpc_sync, "worker1", function, args=("1",))
 
 
+@pytest.mark.parametrize("attack", [exported.reinterpret_quantised, exported.multiply_sparse])
+def test_without_pickle_operators_take_no_tensor_that_crashes_torch(
+    strict: list[Puppet], attack: Callable[[str], None]
+) -> None:
+    with pytest.raises(SerializationError, match=r"torch's '\w+' takes no tensor of .*@rpc\.export"):
+        strict[0].run(attack, "worker1")
+    assert strict[0].run(rpc.rpc_sync, "worker1", "short", args=(4,)) == 5
+
+
 def test_without_pickle_no_pickle_is_sent(strict: list[Puppet]) -> None:
     kind, text = strict[0].run(deeds.error_of_call, "worker1", exported.scale, Path("x"), 2)
     assert kind == "SerializationError"

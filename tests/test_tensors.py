@@ -620,6 +620,8 @@ MALFORMED = {
     "shape far beyond": TensorMeta(FLOAT, (2**40,), 0),
     "shape that overflows": TensorMeta(FLOAT, (2**62, 4), 0),
     "shape beyond 64 bits": TensorMeta(FLOAT, (2**70,), 0),
+    "repeated far too often": TensorMeta(FLOAT, (2**62,), 0, (0,)),
+    "repeated by overlapping": TensorMeta(FLOAT, (2,) * 42, 0, (1,) * 2 + (0,) * 40),
     "no bytes": TensorMeta(FLOAT, (4,), 2),
     "no bytes, half": TensorMeta(HALF, (4,), 2),
     "half beyond": TensorMeta(HALF, (9,), 0),
@@ -728,6 +730,56 @@ def test_blocks_without_elements_are_refused(layout):
     buffers = [bytearray(torch.tensor([0, 1]).numpy().tobytes()), bytearray(8), bytearray()]
     with pytest.raises(SerializationError, match="blocks without elements"):
         values.tensors_of(Body(tensors=(meta,)), buffers)
+
+
+@pytest.mark.parametrize("layout", [STRIDED, COO, COMPRESSED, QUANT, CHANNELS, META])
+def test_many_dimensions_are_refused_before_their_product_is_taken(layout):
+    """A product of 60,000 sizes of 2**62 takes seconds, in which no other thread runs."""
+    many = (2**62,) * 60_000
+    for shape, stride in [(many, (1,)), (many, many), ((1,) * 65, (1,) * 65), ((1,), many)]:
+        meta = TensorMeta(FLOAT, shape, 0, stride, 0, 0, layout)
+        with pytest.raises(SerializationError, match=r"a tensor of [\d,]+ dimensions came, and 64 is the most"):
+            values.tensors_of(Body(tensors=(meta,)), [bytearray(16)])
+
+
+def test_tensors_of_64_dimensions_go():
+    for dtype in (torch.float32, torch.bfloat16):
+        sent = torch.rand((1,) * 63 + (2,)).to(dtype)
+        assert torch.equal(trip(sent, allow_pickle=False).value, sent)
+
+
+def test_expanded_tensors_go_if_they_can_be_read():
+    mask = torch.ones(1, dtype=torch.bool).expand(8, 64, 2**15, 2**15)
+    meta = TensorMeta(DTYPE_CODES[torch.bool], tuple(mask.shape), 0, mask.stride())
+    (got,) = values.tensors_of(Body(tensors=(meta,)), [bytearray(1)])
+    assert got.shape == mask.shape
+    assert got.stride() == mask.stride()
+
+
+CHANNEL_VALUES = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
+SCALE_DTYPES = [torch.float64, torch.float32, torch.float16, torch.int64]
+ZERO_DTYPES = [torch.int64, torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.complex64, torch.bool]
+
+
+@quiet_quantised
+@pytest.mark.parametrize("scales", SCALE_DTYPES, ids=str)
+@pytest.mark.parametrize("zeros", ZERO_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", CHANNEL_VALUES, ids=str)
+def test_channels_have_the_scales_and_zero_points_that_torch_makes(dtype, zeros, scales):
+    """torch crashes when it reads a qint32 tensor with floating zero points."""
+    kinds = (CHANNEL_VALUES[dtype], scales, zeros)
+    parts = [TensorMeta(DTYPE_CODES[kind], (2,), index) for index, kind in enumerate(kinds)]
+    meta = composite(CHANNELS, (2,), *parts, dtype=DTYPE_CODES[dtype], scalars=(0.0,))
+    buffers = [bytearray(bytes_of(torch.ones(2, dtype=kind))) for kind in kinds]
+    made = scales.itemsize >= 4 and scales.is_floating_point
+    made = made and (zeros is torch.int64 or (zeros is torch.float32 and dtype is not torch.qint32))
+    if not made:
+        with pytest.raises(SerializationError, match=r"cannot have \S+ scales and \S+ zero points"):
+            values.tensors_of(Body(tensors=(meta,)), buffers)
+        return
+    (tensor,) = values.tensors_of(Body(tensors=(meta,)), buffers)
+    assert tensor.dequantize().tolist() == [0.0, 0.0]
+    assert "size=(2,)" in repr(tensor)
 
 
 def flagged(meta, flags):

@@ -958,6 +958,77 @@ def test_many_keys_of_honest_programs_go(keys):
     assert list(came.value["dict"]) == list(keys)
 
 
+def decoded(tree):
+    return codec.decode(codec.encode(Reply(1, Body(tree)))).body
+
+
+def set_of_frozensets(sets, keys):
+    """All of them with one hash, and different in their last element."""
+    pool = [Node(1, list(key)) for key in colliding(sets + keys)]
+    return [Node(4, [*pool[: keys - 1], pool[keys - 1 + number]]) for number in range(sets)]
+
+
+@pytest.mark.parametrize("tag", [2, 3, 4], ids=["dict", "set", "frozenset"])
+def test_small_sets_that_collide_are_refused_when_they_are_many_in_one_message(tag):
+    """Each has fewer than 128 elements, and each alone is quick to build."""
+    inner = set_of_frozensets(126, 126)
+    assert len(unpack(decoded(inner[0]), [], (), (), False)) == 126
+    parts = [part for key in inner for part in (key, None)] if tag == 2 else inner
+    with pytest.raises(SerializationError, match="keys of a dict or set collide"):
+        unpack(decoded(Node(tag, parts)), [], (), (), False)
+
+
+NESTED_SETS = {
+    "set": {frozenset({frozenset({1})})},
+    "frozenset": frozenset({frozenset({frozenset({1})})}),
+    "dict": {frozenset({frozenset({1})}): 1},
+    "by tuples": {(1, (frozenset({(2, frozenset({1}))}),))},
+}
+
+
+@pytest.mark.parametrize("value", NESTED_SETS.values(), ids=NESTED_SETS)
+def test_sets_of_sets_inside_a_set_go_by_pickle_only(value):
+    """Comparing two of them can take far longer than building them."""
+    done = trip(value)
+    assert done.pickled
+    assert done.value == value
+    with pytest.raises(SerializationError, match="without pickle"):
+        trip(value, allow_pickle=False)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: Node(3, [inner]),
+        lambda inner: Node(4, [inner]),
+        lambda inner: Node(2, [inner, None]),
+        lambda inner: Node(3, [Node(1, [1, inner])]),
+    ],
+    ids=["set", "frozenset", "dict", "set of tuples"],
+)
+def test_sets_of_sets_inside_a_set_are_refused(wrap):
+    tree = wrap(Node(4, [Node(4, [1])]))
+    with pytest.raises(SerializationError, match="more than 2 sets inside each other"):
+        unpack(decoded(tree), [], (), (), False)
+
+
+HONEST_NESTS = {
+    "frozensets of tuples": {frozenset({(row, column), (column, row)}) for row in range(100) for column in range(100)},
+    "dict of frozensets": {frozenset({row, "x"}): frozenset({frozenset({row})}) for row in range(1_000)},
+    "tuples of tuples": {((row, (column, ("x",))), 1.5): row for row in range(100) for column in range(100)},
+    "long tuples": {tuple(range(row, row + 5_000)) for row in range(300)},
+    "many small dicts": [{(row, column): 1 for column in range(5)} for row in range(10_000)],
+    "long text": {f"{number}" * 20_000: number for number in range(1_000)},
+    "values in a dict": {"a": {"b": {"c": {"d": {frozenset({1}): {2}}}}}},
+}
+
+
+@pytest.mark.parametrize("value", HONEST_NESTS.values(), ids=HONEST_NESTS)
+def test_nested_keys_of_honest_programs_go(value):
+    done = trip(value, allow_pickle=False)
+    assert done.value == value
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_the_codec_itself_builds_no_dict(depth):
     """It would do so before anything could be checked."""

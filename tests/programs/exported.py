@@ -55,6 +55,19 @@ def use_reference(to: str) -> int:
     return result
 
 
+def reinterpret_quantised(to: str) -> None:
+    """Would crash the other worker, if it took the dtype."""
+    values = torch._make_per_tensor_quantized_tensor(torch.zeros(8, 4, dtype=torch.uint8), 0.1, 0)
+    rpc.remote(to, torch.relu, args=(values,)).remote().view(torch.int8).rpc_sync().clone()
+
+
+def multiply_sparse(to: str) -> None:
+    """Would crash the other worker, if it multiplied them."""
+    indices, values = torch.zeros(2, 3, dtype=torch.long), torch.ones(3, 2, 2)
+    sparse = torch.sparse_coo_tensor(indices, values, (3, 2**40, 2, 2), check_invariants=True)
+    rpc.rpc_sync(to, "torch:mul", args=(sparse, sparse))
+
+
 def call_lambda(to: str) -> tuple[str, str]:
     return deeds.error_of_call(to, lambda: 1)
 

@@ -135,7 +135,7 @@ def resolve(name: str, allow_any: bool) -> Any:
     module_name, colon, path = name.partition(":")
     if not allow_any:
         if module_name == "torch" and path in _PLAIN_OPERATORS:
-            return _without_out(getattr(torch, path))
+            return _plain_operator(path)
         raise SerializationError(
             f"{name!r} is not exported here and this worker allows no other functions (allow_pickle=False): "
             "put @rpc.export on it over there"
@@ -176,26 +176,81 @@ _PLAIN_OPERATORS = frozenset(
     "add sub mul div matmul mm bmm sum mean neg exp log relu sigmoid tanh softmax cat stack ones zeros full".split()
 )
 
+# The same for methods of a tensor that another worker holds a reference to.
+_PLAIN_METHODS = _PLAIN_OPERATORS | frozenset(
+    "size dim numel stride item tolist clone detach t view reshape transpose contiguous float double long".split()
+)
+
+# Of these, a dtype is that of the result.  Others reinterpret memory, as Tensor.view does.
+_WITH_DTYPE = frozenset("sum mean softmax ones zeros full".split())
+
+_PLAIN_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 "
+    "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz".split()
+)
+
+_MOST_REPEATED = 2**28  # elements of an expanded tensor: a second or so for a sum, for a few bytes on the wire
+
 
 @functools.cache
-def _without_out(operator: Callable[..., Any]) -> Callable[..., Any]:
+def _plain_operator(name: str) -> Callable[..., Any]:
     """The operator, which writes into none of its arguments."""
+    operator: Callable[..., Any] = getattr(torch, name)
 
     @functools.wraps(operator)
     def plain(*args: Any, **kwargs: Any) -> Any:
         if "out" in kwargs:
             raise SerializationError(
-                f"torch.{operator.__name__} takes no out= from another worker (allow_pickle=False): use its result"
+                f"torch.{name} takes no out= from another worker (allow_pickle=False): use its result"
             )
+        _check_plain(name, (args, *kwargs.values()))
         return operator(*args, **kwargs)
 
     return plain
 
 
-# The same for methods of a tensor that another worker holds a reference to.
-_PLAIN_METHODS = _PLAIN_OPERATORS | frozenset(
-    "size dim numel stride item tolist clone detach t view reshape transpose contiguous float double long".split()
-)
+def _plain_method(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(tensor, name)
+
+    @functools.wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        _check_plain(name, (tensor, args, *kwargs.values()))
+        return method(*args, **kwargs)
+
+    return plain
+
+
+def _check_plain(name: str, arguments: Sequence[Any]) -> None:
+    """Refuses arguments with which torch's operators may crash the process or run without end."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            refused = _why_not_plain(argument)
+        elif isinstance(argument, torch.dtype):
+            refused = None if name in _WITH_DTYPE and argument in _PLAIN_DTYPES else str(argument)
+        elif isinstance(argument, (list, tuple)):
+            _check_plain(name, argument)
+            continue
+        else:
+            continue
+        if refused is not None:
+            raise SerializationError(
+                f"torch's {name!r} takes no {refused} from another worker (allow_pickle=False): export a function that "
+                "does this with @rpc.export over there, and call that"
+            )
+
+
+def _why_not_plain(tensor: torch.Tensor) -> str | None:
+    """What is unusual about a tensor: few of torch's operators are tested with such."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return f"tensor of layout {tensor.layout}" + (" (nested)" if tensor.is_nested else "")
+    if tensor.dtype not in _PLAIN_DTYPES:
+        return f"tensor of {tensor.dtype}"
+    if tensor.is_meta:
+        return "tensor on the meta device"
+    if tensor.numel() > _MOST_REPEATED and tensor.nbytes > tensor.untyped_storage().nbytes():
+        return f"expanded tensor of more than {_MOST_REPEATED:,} elements"
+    return None
 
 
 def exported_method(value: object, name: str) -> Callable[..., Any]:
@@ -203,7 +258,7 @@ def exported_method(value: object, name: str) -> Callable[..., Any]:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if name in _PLAIN_METHODS:
-            return getattr(value, name)  # type: ignore[no-any-return]
+            return _plain_method(value, name)
         raise SerializationError(f"tensors let others call no {name!r} here (allow_pickle=False)")
     exported = _exported_methods.get(kind)
     if exported is None:

@@ -37,7 +37,9 @@ INLINE_BUDGET = 4 << 20  # of all buffers in one header
 _REQUIRES_GRAD, _PARAMETER, _CONJUGATE, _NEGATIVE, _COALESCED, _GAPS = 1, 2, 4, 8, 16, 32
 _STRIDED, _COO, _COMPRESSED, _QUANTIZED, _QUANTIZED_CHANNELS, _META = range(6)
 
+_MOST_DIMENSIONS = 64  # as in numpy; torch's operators take no more either
 _MOST_ELEMENTS = 2**63 - 1
+_MOST_REPEATED = 2**40  # elements of an expanded tensor, which takes few bytes and minutes to read
 
 #: Tensor classes that are rebuilt from the table; any other subclass goes through pickle as its class says.
 TABLE_TYPES = (Tensor, torch.nn.Parameter)
@@ -293,6 +295,9 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
 
 def _check_meta(meta: TensorMeta, dtype: torch.dtype) -> None:
     """Refuses what the packing side never sends: torch crashes on a quantised tensor with a conjugate bit, say."""
+    dimensions = max(len(meta.shape), len(meta.stride or ()))
+    if dimensions > _MOST_DIMENSIONS:  # first: the product of thousands of sizes takes seconds
+        raise SerializationError(f"a tensor of {dimensions:,} dimensions came, and {_MOST_DIMENSIONS} is the most")
     if math.prod(meta.shape) > _MOST_ELEMENTS:
         raise SerializationError(f"a tensor of shape {meta.shape} has more elements than torch can count")
     allowed = _REQUIRES_GRAD | _PARAMETER
@@ -335,6 +340,12 @@ def _strided(dtype: torch.dtype, meta: TensorMeta, buffers: Sequence[Any], stora
     last = meta.offset + sum((size - 1) * step for size, step in zip(meta.shape, stride, strict=True))
     if (last + 1) * dtype.itemsize > base.numel() and 0 not in meta.shape:
         raise SerializationError("a tensor reaches beyond the buffer that came with it")
+    elements = math.prod(meta.shape)
+    if elements > _MOST_REPEATED and elements * dtype.itemsize > base.numel():
+        raise SerializationError(
+            f"an expanded tensor of shape {meta.shape} came, with {elements:,} elements over {base.numel():,} bytes: "
+            "send it before it is expanded, and expand it here"
+        )
     return torch.empty(0, dtype=dtype).set_(base.untyped_storage(), meta.offset, meta.shape, stride)
 
 
@@ -386,8 +397,18 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
         (values, scales, zeros), axis = parts, int(meta.scalars[0])
         if axis < 0 or not scales.shape == zeros.shape == values.shape[axis : axis + 1]:
             raise SerializationError(f"{len(scales)} scales for axis {axis} of a tensor of shape {meta.shape}")
+        _check_channel_dtypes(values, scales, zeros)
         return make_quantized_per_channel(values, scales, zeros, axis)
     raise SerializationError(f"unknown tensor layout code {meta.layout}")
+
+
+def _check_channel_dtypes(values: Tensor, scales: Tensor, zeros: Tensor) -> None:
+    """Takes the dtypes that torch's own tensors have: it crashes when it reads a qint32 with floating zero points."""
+    floating = zeros.dtype is torch.float32 and values.dtype is not torch.int32
+    if scales.dtype not in (torch.float32, torch.float64) or not (zeros.dtype is torch.int64 or floating):
+        raise SerializationError(
+            f"a quantised tensor of {values.dtype} cannot have {scales.dtype} scales and {zeros.dtype} zero points"
+        )
 
 
 def _check_compressed_indices(outer: Tensor, inner: Tensor) -> None:

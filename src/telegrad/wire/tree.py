@@ -4,7 +4,9 @@ Scalars stand for themselves; everything else is a :class:`Node` with its tag an
 numbers into the tables beside the tree.
 
 Hashes of numbers and tuples are the same in every process, so a peer can choose keys that collide and make a dict take
-seconds to build.  Building one may take 10 microseconds of CPU time for each key, 50 times what it needs.
+seconds to build.  Building all dicts and sets of a body may take 10 microseconds of CPU time for each key, 50 times
+what they need.  The time is checked between two keys.  Comparing two sets of sets can take far longer than building
+them, so neither an element of a set nor a key of a dict may hold a set of sets.
 """
 
 from __future__ import annotations
@@ -43,15 +45,17 @@ MOST_NESTED = 200
 _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _RREF, _COMPLEX = range(8)
 _DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE = range(8, 15)
 
-_KEYS_AT_ONCE = 128  # keys that may all collide: 0.2 ms
+_MOST_NESTED_SETS = 2  # sets inside each other; a key of a dict counts as an element of a set
+_KEYS_AT_ONCE = 128  # keys without parts, which may all collide: 0.2 ms
 _SECONDS_PER_KEY = 10e-6
+_SECONDS_PER_ITEM = 0.1e-6  # of all containers: a tuple with many items takes longer to hash and to compare
 _SECONDS_TO_SPARE = 0.05  # for a garbage collection, a resize of a big table
 
 
 class TreeWriter:
     """Walks a value once, collecting its tensors and references."""
 
-    __slots__ = ("depth", "positions", "rrefs", "seen", "tensors")
+    __slots__ = ("depth", "nested_sets", "positions", "rrefs", "seen", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -59,6 +63,7 @@ class TreeWriter:
         self.rrefs: list[Reference] = []
         self.seen: set[int] = set()
         self.depth = 0
+        self.nested_sets = 0
 
     def tensor(self, tensor: Tensor) -> int:
         index = self.positions.get(id(tensor))
@@ -94,26 +99,39 @@ class TreeWriter:
         self.depth -= 1
         return Node(tag, parts)
 
-    def mutable(self, tag: int, value: Any, values: Iterable[Any]) -> Node:
+    def hashed(self, tag: int, values: Iterable[Any]) -> Node:
+        """The elements of a set or the keys of a dict."""
+        self.nested_sets += 1
+        if self.nested_sets > _MOST_NESTED_SETS:
+            raise NotPlain
+        node = self.items(tag, values)
+        self.nested_sets -= 1
+        return node
+
+    def dictionary(self, value: dict[Any, Any]) -> Node:
+        keys, values = self.hashed(_DICT, value), self.items(_DICT, value.values())
+        return Node(_DICT, [part for item in zip(keys.parts, values.parts, strict=True) for part in item])
+
+    def once(self, value: Any) -> TreeWriter:
         # A container that occurs twice (or in itself) must stay one object: pickle can say that, the tree cannot.
         if id(value) in self.seen:
             raise NotPlain
         self.seen.add(id(value))
-        return self.items(tag, values)
+        return self
 
 
 _WRITERS: dict[type, Callable[[TreeWriter, Any], Tree]] = {
     bytes: lambda w, v: Ext(_BYTES, v),
-    list: lambda w, v: w.mutable(_LIST, v, v),
-    dict: lambda w, v: w.mutable(_DICT, v, [part for item in v.items() for part in item]),
-    set: lambda w, v: w.mutable(_SET, v, v),
-    frozenset: lambda w, v: w.items(_FROZENSET, v),
+    list: lambda w, v: w.once(v).items(_LIST, v),
+    dict: lambda w, v: w.once(v).dictionary(v),
+    set: lambda w, v: w.once(v).hashed(_SET, v),
+    frozenset: lambda w, v: w.hashed(_FROZENSET, v),
     torch.nn.Parameter: lambda w, v: Node(_TENSOR, [w.tensor(v)]),
     complex: lambda w, v: Node(_COMPLEX, [v.real, v.imag]),
     torch.dtype: lambda w, v: Node(_DTYPE, [DTYPE_CODES[v]]),
     torch.device: lambda w, v: Node(_DEVICE, [str(v)]),
     torch.Size: lambda w, v: Node(_SIZE, list(v)),
-    bytearray: lambda w, v: w.mutable(_BYTEARRAY, v, (bytes(v),)),
+    bytearray: lambda w, v: w.once(v).items(_BYTEARRAY, (bytes(v),)),
     slice: lambda w, v: w.items(_SLICE, (v.start, v.stop, v.step)),
     type(...): lambda w, v: Node(_ELLIPSIS, []),
     range: lambda w, v: Node(_RANGE, [v.start, v.stop, v.step]),
@@ -121,12 +139,16 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], Tree]] = {
 
 
 class TreeReader:
-    __slots__ = ("depth", "rrefs", "tensors")
+    __slots__ = ("depth", "item_count", "key_count", "key_seconds", "nested_sets", "rrefs", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> None:
         self.tensors = tensors
         self.rrefs = rrefs
         self.depth = 0
+        self.nested_sets = 0
+        self.item_count = 0
+        self.key_count = 0  # keys whose insertion was timed
+        self.key_seconds = 0.0
 
     def read(self, node: Tree) -> Any:
         if type(node) is Node:
@@ -147,43 +169,64 @@ class TreeReader:
         read = self.read
         items = [part if type(part) in _SCALARS else read(part) for part in parts]
         self.depth -= 1
+        self.item_count += len(items)
         return items
+
+    def hashed(self, parts: list[Any]) -> list[Any]:
+        """The elements of a set or the keys of a dict."""
+        self.nested_sets += 1
+        if self.nested_sets > _MOST_NESTED_SETS:
+            raise SerializationError(
+                f"a body holds more than {_MOST_NESTED_SETS} sets inside each other (keys of a dict count as a set): "
+                "send the inner ones as sorted tuples"
+            )
+        keys = self.items(parts)
+        self.nested_sets -= 1
+        return keys
+
+    def insert_all(self, keys: Sequence[Any], at_once: int, insert: Callable[[slice], None]) -> None:
+        """Inserts keys in chunks; stops when those of this body take far longer than keys of any honest program."""
+        for key in keys:
+            hash(key)  # text and bytes keep theirs: that of a long one is no sign of a collision
+        start = time.thread_time() - self.key_seconds
+        to_spare = _SECONDS_TO_SPARE + self.item_count * _SECONDS_PER_ITEM
+        for first in range(0, len(keys), at_once):
+            insert(slice(first, first + at_once))
+            self.key_seconds = time.thread_time() - start
+            if self.key_seconds > self.key_count * _SECONDS_PER_KEY + to_spare:
+                raise SerializationError(
+                    f"the keys of a dict or set collide: {self.key_count + at_once:,} keys of one message took "
+                    f"{self.key_seconds:.2f} s to insert. Send them as a list"
+                )
+            self.key_count += at_once
 
 
 def _read_dict(reader: TreeReader, parts: list[Any]) -> dict[Any, Any]:
     if len(parts) % 2:
         raise SerializationError("a body holds a dict with a key without a value")
-    items = reader.items(parts)
-    keys, values = items[::2], items[1::2]
-    if len(keys) <= _KEYS_AT_ONCE:
+    key_parts = parts[::2]
+    keys, values = reader.hashed(key_parts), reader.items(parts[1::2])
+    at_once = _keys_at_once(key_parts)
+    if len(keys) <= at_once:
         return dict(zip(keys, values, strict=True))
     built: dict[Any, Any] = {}
-    _insert_all(keys, lambda chunk: built.update(zip(keys[chunk], values[chunk], strict=True)))
+    reader.insert_all(keys, at_once, lambda chunk: built.update(zip(keys[chunk], values[chunk], strict=True)))
     return built
 
 
 def _read_set(reader: TreeReader, parts: list[Any]) -> set[Any]:
-    items = reader.items(parts)
-    if len(items) <= _KEYS_AT_ONCE:
+    items = reader.hashed(parts)
+    at_once = _keys_at_once(parts)
+    if len(items) <= at_once:
         return set(items)
     built: set[Any] = set()
-    _insert_all(items, lambda chunk: built.update(items[chunk]))
+    reader.insert_all(items, at_once, lambda chunk: built.update(items[chunk]))
     return built
 
 
-def _insert_all(keys: Sequence[Any], insert: Callable[[slice], None]) -> None:
-    """Inserts keys in chunks; stops when they take far longer than keys of any honest program."""
-    for key in keys:
-        hash(key)  # text and bytes keep theirs: that of a long one is no sign of a collision
-    start = time.thread_time()
-    count = len(keys)
-    for first in range(0, count, _KEYS_AT_ONCE):
-        insert(slice(first, first + _KEYS_AT_ONCE))
-        if time.thread_time() - start > first * _SECONDS_PER_KEY + _SECONDS_TO_SPARE:
-            raise SerializationError(
-                f"the keys of a dict or set collide: the first {first + _KEYS_AT_ONCE:,} of {count:,} took "
-                f"{time.thread_time() - start:.2f} s to insert. Send them as a list"
-            )
+def _keys_at_once(parts: list[Any]) -> int:
+    """How many keys are inserted without a look at the time: one alone where they have parts to compare."""
+    return 1 if any(type(part) is Node for part in parts) else _KEYS_AT_ONCE
 
 
 def _read_bytearray(reader: TreeReader, parts: list[Any]) -> bytearray:
