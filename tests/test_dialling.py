@@ -10,6 +10,7 @@ import pytest
 
 from support import PATIENCE, eventually, in_thread
 from telegrad import rpc
+from telegrad.agent import agent as agent_module
 from telegrad.agent.agent import Agent
 from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer, PeerState
@@ -64,6 +65,12 @@ def test_a_dial_that_fails_is_tried_again(dialler: Dialler) -> None:
     assert len(dialler.dials) == 4
 
 
+@pytest.fixture
+def no_shortest_dial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_module, "_SHORTEST_DIAL", 0.0)
+
+
+@pytest.mark.usefixtures("no_shortest_dial")
 @pytest.mark.parametrize("error", [ConnectionResetError("busy"), RpcTimeoutError("slow")])
 def test_a_peer_that_is_not_reached_in_time_is_not_lost(job: Cluster, dialler: Dialler, error: Exception) -> None:
     dialler.always = error
@@ -107,6 +114,7 @@ def test_a_peer_that_is_lost_meanwhile_ends_the_dialling(job: Cluster, dialler: 
         calling()
 
 
+@pytest.mark.usefixtures("no_shortest_dial")
 def test_a_thread_does_not_wait_for_the_dial_of_another_beyond_its_own_deadline(job: Cluster, dialler: Dialler) -> None:
     agent = job["a"].agent
     dialler.gate.clear()
@@ -127,3 +135,16 @@ def test_threads_that_call_at_once_share_one_dial(job: Cluster, dialler: Dialler
     dialler.gate.set()
     assert len({join() for join in waiting}) == 1
     assert len(dialler.dials) == 1
+
+
+def test_calls_with_a_timeout_shorter_than_a_dial_reach_their_worker_in_the_end(
+    job: Cluster, dialler: Dialler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module, "_SHORTEST_DIAL", PATIENCE)
+    dialler.gate.clear()
+    agent = job["a"].agent
+    link = in_thread(lambda: agent.link_to(agent.peer("b"), time.monotonic() + 0.001))
+    assert eventually(lambda: dialler.dials)
+    time.sleep(0.01)  # the deadline has passed
+    dialler.gate.set()
+    assert link() is agent.peer("b").link

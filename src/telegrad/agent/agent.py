@@ -62,6 +62,7 @@ log = logging.getLogger("telegrad.agent")
 _TRIM_SECONDS = 30.0
 _GOODBYE_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0  # for a call without a deadline
+_SHORTEST_DIAL = 2.0  # a call with a shorter timeout connects too, or such calls would never reach their worker
 _TICK_SECONDS = 1.0
 
 Handler = Callable[[Link, Frame], None]
@@ -155,7 +156,8 @@ class Agent:
         if peer.state is not PeerState.KNOWN:
             raise self._gone(peer)
         with self.pool.blocked() if self.pool.runs_here() else nullcontext():
-            return self._dial_until(peer, min(deadline, time.monotonic() + _CONNECT_SECONDS))
+            now = time.monotonic()
+            return self._dial_until(peer, min(max(deadline, now + _SHORTEST_DIAL), now + _CONNECT_SECONDS))
 
     def _dial_until(self, peer: Peer, deadline: float) -> Link:
         started, pause = time.monotonic(), 0.05
