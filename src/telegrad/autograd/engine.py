@@ -202,7 +202,7 @@ class Engine:
             return known
         self._agent.peer(
             root
-        )  # raises if there is no such worker: nobody could end the pass, or be told that it failed
+        )  # raises if there is no such worker: no worker could end the pass, or be told that it failed
         with self._lock:
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
             over = [old for old in list(context.passes) if old[0] == root and old[1] < floor]

@@ -110,7 +110,7 @@ class Folder:
 
     @contextmanager
     def saving(self) -> Iterator[Directory]:
-        """Inside, nobody else saves here; gives a new directory, which is removed unless it was committed."""
+        """Inside, no other process saves here; gives a new directory, which is removed unless it was committed."""
         if (self.path / MANIFEST).exists():
             raise UsageError(f"{self.path} is a checkpoint itself: save into the folder that it is in")
         self.path.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: written by whoever has them, read by whoever needs them.
+"""Tensors in safetensors files: each owner writes and reads its own.
 
 The library of that name reads them.  It does not write them here: it takes a path, not a descriptor, and makes a file
 that only its owner may read, whatever the umask.
@@ -148,7 +148,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _crc32(tensor: Tensor) -> int:
-    # 2.6 GB/s here; sha256 has 1.7, and there is nobody to guard against who could not change the manifest as well.
+    # 2.6 GB/s here; sha256 has 1.7, and an attacker who can change a file can change the manifest as well.
     return zlib.crc32(_bytes(tensor))
 
 

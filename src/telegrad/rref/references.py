@@ -166,7 +166,7 @@ class References:
     def _receive(self, fork: RRefFork, sender: int) -> Any:
         if fork.parent != sender:
             raise ProtocolError(f"worker {sender} sent a reference in the name of worker {fork.parent}")
-        self.agent.peer(fork.owner)  # raises if there is no such worker, which nobody could ever ask
+        self.agent.peer(fork.owner)  # raises if there is no such worker, which no call could reach
         self._expect_drops()
         with self._lock:
             fork_id, instructions = self.ledger.receive(fork)
