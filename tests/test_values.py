@@ -964,7 +964,7 @@ def decoded(tree):
 
 def set_of_frozensets(sets, keys):
     """All of them with one hash, and different in their last element."""
-    pool = [Node(1, list(key)) for key in colliding(sets + keys)]
+    pool = [Node(1, [0] * 40 + list(key)) for key in colliding(sets + keys)]
     return [Node(4, [*pool[: keys - 1], pool[keys - 1 + number]]) for number in range(sets)]
 
 

@@ -4,9 +4,9 @@ Scalars stand for themselves; everything else is a :class:`Node` with its tag an
 numbers into the tables beside the tree.
 
 Hashes of numbers and tuples are the same in every process, so a peer can choose keys that collide and make a dict take
-seconds to build.  Building all dicts and sets of a body may take 10 microseconds of CPU time for each key, 50 times
-what they need.  The time is checked between two keys.  Comparing two sets of sets can take far longer than building
-them, so neither an element of a set nor a key of a dict may hold a set of sets.
+seconds to build.  Building all dicts and sets of a body may take ten times the CPU time that honest keys need: 2
+microseconds for each number or text, 10 for each tuple.  The time is checked between two keys.  Comparing two sets of
+sets can take far longer than building them, so neither an element of a set nor a key of a dict may hold a set of sets.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE = range(8, 15)
 
 _MOST_NESTED_SETS = 2  # sets inside each other; a key of a dict counts as an element of a set
 _KEYS_AT_ONCE = 128  # keys without parts, which may all collide: 0.2 ms
-_SECONDS_PER_KEY = 10e-6
+_SECONDS_PER_KEY = 2e-6
+_SECONDS_PER_COMPOSITE_KEY = 10e-6  # a tuple or a frozenset
 _SECONDS_PER_ITEM = 0.1e-6  # of all containers: a tuple with many items takes longer to hash and to compare
 _SECONDS_TO_SPARE = 0.05  # for a garbage collection, a resize of a big table
 
@@ -139,7 +140,7 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], Tree]] = {
 
 
 class TreeReader:
-    __slots__ = ("depth", "item_count", "key_count", "key_seconds", "nested_sets", "rrefs", "tensors")
+    __slots__ = ("depth", "item_count", "key_allowance", "key_seconds", "nested_sets", "rrefs", "tensors")
 
     def __init__(self, tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> None:
         self.tensors = tensors
@@ -147,8 +148,8 @@ class TreeReader:
         self.depth = 0
         self.nested_sets = 0
         self.item_count = 0
-        self.key_count = 0  # keys whose insertion was timed
-        self.key_seconds = 0.0
+        self.key_seconds = 0.0  # CPU time that keys took to insert
+        self.key_allowance = _SECONDS_TO_SPARE
 
     def read(self, node: Tree) -> Any:
         if type(node) is Node:
@@ -188,17 +189,19 @@ class TreeReader:
         """Inserts keys in chunks; stops when those of this body take far longer than keys of any honest program."""
         for key in keys:
             hash(key)  # text and bytes keep theirs: that of a long one is no sign of a collision
+        per_chunk = _SECONDS_PER_COMPOSITE_KEY if at_once == 1 else at_once * _SECONDS_PER_KEY
+        for_items = self.item_count * _SECONDS_PER_ITEM
         start = time.thread_time() - self.key_seconds
-        to_spare = _SECONDS_TO_SPARE + self.item_count * _SECONDS_PER_ITEM
         for first in range(0, len(keys), at_once):
             insert(slice(first, first + at_once))
             self.key_seconds = time.thread_time() - start
-            if self.key_seconds > self.key_count * _SECONDS_PER_KEY + to_spare:
+            self.key_allowance += per_chunk
+            if self.key_seconds > self.key_allowance + for_items:
                 raise SerializationError(
-                    f"the keys of a dict or set collide: {self.key_count + at_once:,} keys of one message took "
-                    f"{self.key_seconds:.2f} s to insert. Send them as a list"
+                    f"the keys of a dict or set collide: those of this message took {self.key_seconds:.2f} s of CPU "
+                    f"time to insert, and {self.key_allowance + for_items:.2f} s is the most for so many. "
+                    "Send them as a list"
                 )
-            self.key_count += at_once
 
 
 def _read_dict(reader: TreeReader, parts: list[Any]) -> dict[Any, Any]:
