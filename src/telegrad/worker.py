@@ -327,6 +327,7 @@ class Worker:
             raise UsageError("a function that runs for another worker cannot call shutdown: it would wait for itself")
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         begun = time.monotonic()
+        self._served = self.agent.served_calls
         try:
             if graceful:
                 with repeated_notice(lambda: self._say_what_shutdown_awaits(time.monotonic() - begun)):
@@ -365,7 +366,7 @@ class Worker:
     def _say_what_shutdown_awaits(self, seconds: float) -> None:
         """Runs beside a graceful shutdown that takes long; says nothing while others call this worker, which serves."""
         before, self._served = self._served, self.agent.served_calls
-        if self._served != before:
+        if self._served != before or (self._at_barrier and self.agent.pool.busy):
             return
         if self._at_barrier:
             awaited = f"{', '.join(self._missing()) or 'the others'} to call shutdown and end their calls"

@@ -217,7 +217,7 @@ class Registry:
         """Raises UsageError if a context has ended, as far as is known here."""
         creator = context_id >> _WORKER_SHIFT
         if context_id not in self._known and (creator == self._worker or self._has_ended(context_id)):
-            raise UsageError(f"context {context_id} has ended: work with it inside its `with` block")
+            raise UsageError(f"context {context_id} has ended, or never was: work with it inside its `with` block")
 
     def drop(self, context_id: int, by: int | None = None) -> Context | None:
         """Forgets a context; None if it is not known (any more).

@@ -45,8 +45,8 @@ def _warn_once(kind: str, text: str) -> None:
 
 
 def _depth_of_caller() -> int:
-    """The stack level of the first function that is not telegrad's, as `_warn_once` counts them."""
+    """The stack level of the first function that is neither telegrad's nor torch's, as `_warn_once` counts them."""
     frame, depth = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("telegrad."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("telegrad.", "torch.")):
         frame, depth = frame.f_back, depth + 1
     return depth

@@ -32,6 +32,8 @@ def save(
 ) -> int:
     """Saves named things into a new checkpoint in the folder ``path``; returns its step, by default the next one.
 
+    A checkpoint of the same step is replaced.  The latest checkpoint is the one saved last, whatever its step.
+
     A thing is an RRef to a module, a RemoteModule, a ``DistributedOptimizer``, or anything with ``state_dict`` and
     ``load_state_dict``, here or behind an RRef.  Each owner writes its own part, so all of them must see ``path``;
     those of the RemoteModules in a module too.

@@ -161,6 +161,12 @@ class Proxy:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return ProxyMethod(self, name)
 
+    def __reduce__(self) -> Any:
+        raise SerializationError("a proxy cannot be sent: send the RRef itself, or one of the proxy's methods")
+
+    def __repr__(self) -> str:
+        return f"<{self._call.__name__} proxy of {self._rref!r}>"
+
     def _call_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._rref._check_job()
         return self._call(self._rref._owner, call_method, (self._rref, name, args, kwargs), None, self._timeout)
