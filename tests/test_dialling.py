@@ -148,3 +148,23 @@ def test_calls_with_a_timeout_shorter_than_a_dial_reach_their_worker_in_the_end(
     time.sleep(0.01)  # the deadline has passed
     dialler.gate.set()
     assert link() is agent.peer("b").link
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_connection_that_ends_before_its_first_message_is_a_loss_only_if_the_peer_is_not_there(
+    job: Cluster, dead: bool
+) -> None:
+    """A worker that gives up a call in the handshake, because the other is too busy to answer, closes such a one."""
+    agent, other = job["a"].agent, job["b"].agent
+    link = other.link_to(other.peer("a"))
+    assert eventually(lambda: agent.peer("b").accepted)
+    if dead:
+        job["b"].closed = True  # nothing listens there
+    link.close()
+    if dead:
+        assert eventually(lambda: agent.peer("b").state is PeerState.LOST)
+        job["b"].closed = False
+    else:
+        assert eventually(lambda: agent.peer("b").link is not None)
+        assert agent.peer("b").state is PeerState.KNOWN
+        assert rpc.rpc_sync("b", answer, (1,)) == 1

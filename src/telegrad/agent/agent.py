@@ -35,6 +35,7 @@ from telegrad.errors import (
     ProtocolError,
     RpcTimeoutError,
     SerializationError,
+    TelegradError,
     UnknownWorkerError,
     WorkerLostError,
 )
@@ -359,13 +360,24 @@ class Agent:
         peer = self._peers.get(link.peer_id)
         if peer is None or self.closing:
             return
-        if not link.dialled and not link.heard:
-            peer.forget(link)  # the peer gave up before its first message, since we were too busy to welcome it
+        if not link.dialled and not link.heard and peer.state is PeerState.KNOWN:
+            # The peer died, or gave up before its first message, because this worker was too busy to welcome it.
+            peer.forget(link)
+            self.pool.submit((lambda peer, _: self._find_out(peer), peer, None))
             return
         if peer.state is PeerState.KNOWN:
             self.peer_gone(peer, PeerState.LOST, reason)
         peer.forget(link)
         self._fail_calls(peer, link)
+
+    def _find_out(self, peer: Peer) -> None:
+        """Whether a peer is there: one that refuses a connection, or whose host does not answer, is lost."""
+        try:
+            self.link_to(peer, time.monotonic() + self.options.heartbeat)
+        except HostUnreachableError as error:
+            self.peer_gone(peer, PeerState.LOST, str(error))
+        except TelegradError:
+            pass  # it is busy, or the loss was noted
 
     def _peer_left(self, link: Link) -> None:
         """The last message on this link; answers may still be on their way on another."""
