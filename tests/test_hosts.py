@@ -234,10 +234,10 @@ def test_a_cable_cut_before_the_first_call_costs_that_call_and_not_the_worker(ho
     hosts.cut()
     for rank, puppet in enumerate(pair):  # one has no route, the other gets no answer
         call = deeds.outcome, rpc.rpc_sync, f"worker{1 - rank}", deeds.nothing
-        kind, text, seconds = puppet.run(*call, timeout=1.0)
+        kind, text, seconds = puppet.run(*call, timeout=2.5)
         assert kind == "HostUnreachableError", text
-        assert f"worker 'worker{1 - rank}': no connection within 1.0 s" in text
-        assert seconds < 1.0 + AT_ONCE
+        assert f"worker 'worker{1 - rank}': no connection within 2.5 s" in text
+        assert seconds < 2.5 + AT_ONCE
     hosts.mend()
     for rank, puppet in enumerate(pair):
         assert puppet.run(rpc.rpc_sync, f"worker{1 - rank}", deeds.add, args=(1, 2)) == 3
