@@ -147,7 +147,7 @@ class Bodies:
             try:
                 self.make_reference(fork, link.peer_id)
             except TelegradError:
-                pass  # a reference that the peer may not send: there is nothing to let go of
+                pass  # a reference that the peer may not send: there is nothing to release
 
     def trim(self) -> None:
         """Called now and then: what was not used for a while goes back to the system, or to its present user."""

@@ -202,7 +202,7 @@ def _move_group_last(module: DistributedDataParallel) -> Any:
     """Moves ``process_group`` to the end of the module's attributes, which Python frees in their order; returns it.
 
     The destructor of a gloo group joins gloo's threads, and such a thread may need the GIL to free a tensor that it has
-    just averaged.  A group that Python frees lets go of the GIL first.  The reducer does not, if it holds the last
+    just averaged.  A group that Python frees releases the GIL first.  The reducer does not, if it holds the last
     reference to the group: torch's own test of DDP under distributed autograd then hangs, with torch's RPC in 1 of 20
     runs, with telegrad's threads in 1 of 2.
     """

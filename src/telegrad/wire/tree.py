@@ -39,7 +39,7 @@ class NotPlain(Exception):
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _BYTES = 0  # the only kind of Ext
 #: Levels of containers.  A peer must not bring a thread near the end of its stack: a garbage collection may run there,
-#: and references whose ``__del__`` fails are never let go of.
+#: and references whose ``__del__`` fails are never released.
 MOST_NESTED = 200
 
 _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _RREF, _COMPLEX = range(8)
@@ -199,7 +199,7 @@ class TreeReader:
             if self.key_seconds > self.key_allowance + for_items:
                 raise SerializationError(
                     f"the keys of a dict or set collide: those of this message took {self.key_seconds:.2f} s of CPU "
-                    f"time to insert, and {self.key_allowance + for_items:.2f} s is the most for so many. "
+                    f"time to insert, and {self.key_allowance + for_items:.2f} s is the limit for this number of keys. "
                     "Send them as a list"
                 )
 
