@@ -19,9 +19,7 @@ from torch import Tensor
 
 from support import AT_ONCE, PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, rpc
-from telegrad.errors import RpcTimeoutError, TelegradError, UsageError, WorkerLostError
-from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import (
+from telegrad._wire.messages import (
     Discover,
     DropContext,
     EndPass,
@@ -34,6 +32,8 @@ from telegrad.wire.messages import (
     PlanWanted,
     TellMe,
 )
+from telegrad.errors import RpcTimeoutError, TelegradError, UsageError, WorkerLostError
+from telegrad.testing import Cluster, cluster
 
 NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
 

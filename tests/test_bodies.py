@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 
+from telegrad._ids import GlobalId
+from telegrad._wire import codec
+from telegrad._wire.messages import Body, InPeer, Node, Reply, RRefFork, Taken
+from telegrad._wire.values import EMPTY_PARCEL, Parcel, Route
 from telegrad.agent import bodies
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.peers import Peer, WorkerRecord
 from telegrad.errors import ProtocolError, SerializationError, WorkerLostError
-from telegrad.ids import GlobalId
 from telegrad.transport import lane
 from telegrad.transport.buffers import size_class
 from telegrad.transport.lane import LANE_LIMIT, Window
-from telegrad.wire import codec
-from telegrad.wire.messages import Body, InPeer, Node, Reply, RRefFork, Taken
-from telegrad.wire.values import EMPTY_PARCEL, Parcel, Route
 
 BIG = 100_000  # bytes
 WORD = bytes(range(32))

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from telegrad._wire import tensors
+from telegrad._wire.messages import TensorMeta
+from telegrad._wire.tensors import DTYPE_CODES
 from telegrad.transport import buffers
 from telegrad.transport.buffers import POOLED_FROM, BufferPool, Idle, Loans, size_class
-from telegrad.wire import tensors
-from telegrad.wire.messages import TensorMeta
-from telegrad.wire.tensors import DTYPE_CODES
 
 SIZE = 400_000
 

@@ -16,9 +16,9 @@ import torch
 
 import support
 from support import Gate, in_thread
+from telegrad._wire import callables
+from telegrad._wire.callables import exception_type, export, exported_method, name_of, resolve
 from telegrad.errors import SerializationError, UsageError, WorkerLostError
-from telegrad.wire import callables
-from telegrad.wire.callables import exception_type, export, exported_method, name_of, resolve
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from telegrad._ids import GlobalId, PassId
+from telegrad._wire import codec, messages
+from telegrad._wire.messages import Body, Call, Failure, Goodbye, InPeer, Node, Note, Reply, Taken, TensorMeta
 from telegrad.errors import ProtocolError
-from telegrad.ids import GlobalId, PassId
-from telegrad.wire import codec, messages
-from telegrad.wire.messages import Body, Call, Failure, Goodbye, InPeer, Node, Note, Reply, Taken, TensorMeta
 from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)

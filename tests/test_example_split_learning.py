@@ -70,8 +70,8 @@ import sys
 from pathlib import Path
 
 from telegrad import autograd, rpc
-from telegrad.current import current_worker
-from telegrad.ids import GlobalId
+from telegrad._current import current_worker
+from telegrad._ids import GlobalId
 
 
 class Trap:

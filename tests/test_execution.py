@@ -17,12 +17,12 @@ from torch import Tensor
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, rpc
+from telegrad._wire import by_value, callables
+from telegrad._wire.by_value import pickle_of
+from telegrad._wire.messages import Call
 from telegrad.agent.bodies import Bodies
 from telegrad.errors import RpcTimeoutError, SerializationError, TelegradError, UsageError
 from telegrad.testing import Cluster, cluster
-from telegrad.wire import by_value, callables
-from telegrad.wire.by_value import pickle_of
-from telegrad.wire.messages import Call
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 
 import pytest
 
+from telegrad._wire import codec
+from telegrad._wire.messages import Failure
+from telegrad._wire.values import Parcel, Route, pack, unpack
 from telegrad.agent.failures import copy_of, failure_of, let_go_of_frames, rebuild, story_of
 from telegrad.errors import RemoteError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
-from telegrad.wire import codec
-from telegrad.wire.messages import Failure
-from telegrad.wire.values import Parcel, Route, pack, unpack
 
 
 class Picky(Exception):

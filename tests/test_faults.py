@@ -13,10 +13,7 @@ import pytest
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
-from telegrad.agent import mail
-from telegrad.errors import RpcTimeoutError, WorkerLostError
-from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import (
+from telegrad._wire.messages import (
     Call,
     ChildConfirmed,
     DropContext,
@@ -28,6 +25,9 @@ from telegrad.wire.messages import (
     Reply,
     UserDelete,
 )
+from telegrad.agent import mail
+from telegrad.errors import RpcTimeoutError, WorkerLostError
+from telegrad.testing import Cluster, cluster
 
 NOTES = [ForkRequest, ForkAccepted, ChildConfirmed, UserDelete, NoteAck]
 

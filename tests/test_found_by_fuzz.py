@@ -16,19 +16,10 @@ import torch
 
 from support import PATIENCE, assert_no_references, eventually, in_thread
 from telegrad import autograd, rpc
-from telegrad.agent import failures, notes
-from telegrad.agent.link import StreamLink
-from telegrad.agent.notes import Inbox
-from telegrad.agent.pool import Pool
-from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
-from telegrad.ids import GlobalId, PassId
-from telegrad.rref import ledger
-from telegrad.testing import Cluster, cluster
-from telegrad.transport.refusals import LINES, RefusalLog
-from telegrad.transport.sockets import SocketStream
-from telegrad.wire import codec
-from telegrad.wire.frames import FrameReader, prefix
-from telegrad.wire.messages import (
+from telegrad._ids import GlobalId, PassId
+from telegrad._wire import codec
+from telegrad._wire.frames import FrameReader, prefix
+from telegrad._wire.messages import (
     Body,
     DropContext,
     Fetch,
@@ -41,7 +32,16 @@ from telegrad.wire.messages import (
     RRefFork,
     TensorMeta,
 )
-from telegrad.wire.values import tensors_of
+from telegrad._wire.values import tensors_of
+from telegrad.agent import failures, notes
+from telegrad.agent.link import StreamLink
+from telegrad.agent.notes import Inbox
+from telegrad.agent.pool import Pool
+from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
+from telegrad.rref import ledger
+from telegrad.testing import Cluster, cluster
+from telegrad.transport.refusals import LINES, RefusalLog
+from telegrad.transport.sockets import SocketStream
 
 ECHO = "test_found_by_fuzz:echo"
 

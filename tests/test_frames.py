@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telegrad._wire import codec
+from telegrad._wire.frames import MAGIC, MAX_HEADER, PREFIX, FrameReader, prefix
+from telegrad._wire.messages import Body, Call, Goodbye, InPeer, LaneOpen, Node, Reply, Taken
 from telegrad.errors import ProtocolError, TelegradError
-from telegrad.wire import codec
-from telegrad.wire.frames import MAGIC, MAX_HEADER, PREFIX, FrameReader, prefix
-from telegrad.wire.messages import Body, Call, Goodbye, InPeer, LaneOpen, Node, Reply, Taken
 from wire_trip import FUZZ_EXAMPLES, feed
 
 

@@ -16,12 +16,8 @@ from torch import Tensor
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, pass_through
 from telegrad import autograd, rpc
-from telegrad.agent.futures import Future
-from telegrad.autograd.context import Send
-from telegrad.errors import TelegradError, WorkerLostError
-from telegrad.ids import GlobalId, PassId
-from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import (
+from telegrad._ids import GlobalId, PassId
+from telegrad._wire.messages import (
     Barrier,
     Body,
     Call,
@@ -49,7 +45,11 @@ from telegrad.wire.messages import (
     TensorMeta,
     UserDelete,
 )
-from telegrad.wire.tree import TreeWriter
+from telegrad._wire.tree import TreeWriter
+from telegrad.agent.futures import Future
+from telegrad.autograd.context import Send
+from telegrad.errors import TelegradError, WorkerLostError
+from telegrad.testing import Cluster, cluster
 
 ran: list[str] = []
 

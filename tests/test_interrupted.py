@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from support import PATIENCE, assert_no_references, eventually
+from telegrad._wire.messages import Failure
 from telegrad.agent.outcomes import Outcomes
 from telegrad.agent.pool import Pool
 from telegrad.errors import SerializationError
 from telegrad.optim.owners import ask_all
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import Failure
 from telegrad.worker import Worker
 
 

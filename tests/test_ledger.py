@@ -11,12 +11,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from telegrad.errors import ProtocolError, UsageError, WorkerLostError
-from telegrad.ids import GlobalId, WorkerId
-from telegrad.rref import ledger as ledger_module
-from telegrad.rref.instructions import Broken, Free, Instruction, Send
-from telegrad.rref.ledger import Ledger
-from telegrad.wire.messages import (
+from telegrad._ids import GlobalId, WorkerId
+from telegrad._wire.messages import (
     ChildConfirmed,
     ForkAccepted,
     ForkRefused,
@@ -25,6 +21,10 @@ from telegrad.wire.messages import (
     RRefFork,
     UserDelete,
 )
+from telegrad.errors import ProtocolError, UsageError, WorkerLostError
+from telegrad.rref import ledger as ledger_module
+from telegrad.rref.instructions import Broken, Free, Instruction, Send
+from telegrad.rref.ledger import Ledger
 
 STRANGER = WorkerId(99)
 NOTES = (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete)

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 
 from support import AT_ONCE, PATIENCE, eventually, in_thread, no_new_threads
+from telegrad._wire.frames import PREFIX, Frame, prefix
+from telegrad._wire.messages import Body, Call, Goodbye, Node, Reply
 from telegrad.agent.agent import Agent
 from telegrad.agent.backlog import Work
 from telegrad.agent.link import StreamLink
@@ -25,8 +27,6 @@ from telegrad.transport.buffers import BufferPool
 from telegrad.transport.lane import Shelf
 from telegrad.transport.sockets import SocketStream, connect_tcp, listen_tcp
 from telegrad.transport.tls import TlsStream, make_authority, tls_end
-from telegrad.wire.frames import PREFIX, Frame, prefix
-from telegrad.wire.messages import Body, Call, Goodbye, Node, Reply
 
 
 @pytest.fixture(autouse=True)

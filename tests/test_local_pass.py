@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telegrad._wire.messages import Report
 from telegrad.autograd.graph import Unit
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass, State
-from telegrad.wire.messages import Report
 
 ME = 3
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from support import PATIENCE, assert_no_references, in_thread, no_new_threads
 from telegrad import autograd, rpc
-from telegrad.current import current_worker
+from telegrad._current import current_worker
 from telegrad.errors import SerializationError, UsageError, WorkersFailedError
 from telegrad.optim import DistributedOptimizer, clip_grad_norm_, clip_grad_value_
 from telegrad.optim.local import LocalOptimizer

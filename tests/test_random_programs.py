@@ -24,8 +24,7 @@ from random_programs.shrink import shrink
 from random_programs.stage import Stage, stage
 from support import eventually
 from telegrad import autograd
-from telegrad.testing.faults import Kind
-from telegrad.wire.messages import (
+from telegrad._wire.messages import (
     Discover,
     DropContext,
     Explored,
@@ -35,6 +34,7 @@ from telegrad.wire.messages import (
     PlanKnown,
     PlanWanted,
 )
+from telegrad.testing.faults import Kind
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 

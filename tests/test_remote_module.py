@@ -18,6 +18,7 @@ from torch.distributed.nn import RemoteModule as TorchRemoteModule
 from puppets import join, leave, puppets
 from support import PATIENCE, assert_no_references, eventually, no_new_threads
 from telegrad import autograd, rpc
+from telegrad._wire.messages import Call
 from telegrad.errors import (
     NotInitializedError,
     RpcTimeoutError,
@@ -32,7 +33,6 @@ from telegrad.nn.placement import parse
 from telegrad.nn.refused import INSTEAD
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import Call
 
 
 class Block(nn.Module):

@@ -17,6 +17,7 @@ import torch
 
 from support import AT_ONCE, PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
+from telegrad._wire.messages import Reply
 from telegrad.errors import (
     NotInitializedError,
     RemoteError,
@@ -26,7 +27,6 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import Reply
 
 
 @pytest.fixture(autouse=True)

@@ -18,13 +18,13 @@ import torch
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
+from telegrad._ids import GlobalId
+from telegrad._wire.messages import Fetch, RemoteCall
 from telegrad.agent.failures import let_go_of_frames
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
-from telegrad.ids import GlobalId
 from telegrad.optim import DistributedOptimizer
 from telegrad.rref.references import Owned
 from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import Fetch, RemoteCall
 
 
 @pytest.fixture(autouse=True)

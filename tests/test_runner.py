@@ -18,6 +18,9 @@ from torch.nn import functional
 
 from support import PATIENCE, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, rpc
+from telegrad._ids import PassId
+from telegrad._wire.messages import Gradients, PassHead
+from telegrad._wire.values import Bundle, Route
 from telegrad.agent.backlog import Work
 from telegrad.autograd import graph, runner
 from telegrad.autograd.context import Context
@@ -26,10 +29,7 @@ from telegrad.autograd.local_pass import Job, State
 from telegrad.autograd.passes import Pass
 from telegrad.autograd.reducers import Swapping
 from telegrad.autograd.turn import Letter, Turn
-from telegrad.ids import PassId
 from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import Gradients, PassHead
-from telegrad.wire.values import Bundle, Route
 from telegrad.worker import Worker
 
 Call = Callable[..., Any]  # call(to, function, *args)

@@ -17,10 +17,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from telegrad._wire import codec, tensors, values
+from telegrad._wire.messages import Body, InPeer, Reply, TensorMeta
+from telegrad._wire.tensors import DTYPE_CODES, INLINE_BUDGET, INLINE_LIMIT, Packed, in_table, no_device_map
 from telegrad.errors import SerializationError, TelegradError, UsageError
-from telegrad.wire import codec, tensors, values
-from telegrad.wire.messages import Body, InPeer, Reply, TensorMeta
-from telegrad.wire.tensors import DTYPE_CODES, INLINE_BUDGET, INLINE_LIMIT, Packed, in_table, no_device_map
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
 
 QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}

@@ -13,6 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from telegrad._ids import PassId
+from telegrad._wire import codec
+from telegrad._wire.frames import FrameReader, prefix
+from telegrad._wire.messages import EndPass, Finished, Gradients, Note, PassHead, PlanWanted, Report
+from telegrad._wire.tensors import INLINE_LIMIT
+from telegrad._wire.values import Bundle, Route
 from telegrad.autograd import turn as module
 from telegrad.autograd.context import Context
 from telegrad.autograd.graph import Unit
@@ -20,12 +26,6 @@ from telegrad.autograd.local_pass import ROOT, Job, State
 from telegrad.autograd.passes import Pass
 from telegrad.autograd.turn import Letter, Turn, unpack
 from telegrad.errors import ProtocolError
-from telegrad.ids import PassId
-from telegrad.wire import codec
-from telegrad.wire.frames import FrameReader, prefix
-from telegrad.wire.messages import EndPass, Finished, Gradients, Note, PassHead, PlanWanted, Report
-from telegrad.wire.tensors import INLINE_LIMIT
-from telegrad.wire.values import Bundle, Route
 from wire_trip import Neighbours, feed, receive
 
 ME, LEFT, RIGHT = 1, 2, 3

@@ -24,12 +24,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 
+from telegrad._ids import GlobalId
+from telegrad._wire import codec, values
+from telegrad._wire.messages import Body, InPeer, Node, Reply, RRefFork, TensorMeta, Tree
+from telegrad._wire.tensors import INLINE_BUDGET, INLINE_LIMIT
+from telegrad._wire.values import EMPTY_PARCEL, Bundle, Route, pack, unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
-from telegrad.ids import GlobalId
-from telegrad.wire import codec, values
-from telegrad.wire.messages import Body, InPeer, Node, Reply, RRefFork, TensorMeta, Tree
-from telegrad.wire.tensors import INLINE_BUDGET, INLINE_LIMIT
-from telegrad.wire.values import EMPTY_PARCEL, Bundle, Route, pack, unpack
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from telegrad._wire import codec, values
+from telegrad._wire.frames import FrameReader, prefix
+from telegrad._wire.messages import Body, InPeer, Reply
+from telegrad._wire.values import Parcel, Route
 from telegrad.transport.lane import Shelf, Slab, Window
-from telegrad.wire import codec, values
-from telegrad.wire.frames import FrameReader, prefix
-from telegrad.wire.messages import Body, InPeer, Reply
-from telegrad.wire.values import Parcel, Route
 
 #: How many examples a fuzz test runs; `make fuzz` asks for many.
 FUZZ_EXAMPLES = int(os.environ.get("TELEGRAD_FUZZ_EXAMPLES", "300"))

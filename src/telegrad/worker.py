@@ -13,6 +13,12 @@ from typing import Any
 
 import torch
 
+from telegrad._current import adopt, current_worker
+from telegrad._ids import GlobalId
+from telegrad._wire.by_value import pickle_of
+from telegrad._wire.callables import export, name_of
+from telegrad._wire.messages import Call, Fetch, RemoteCall
+from telegrad._wire.values import Route
 from telegrad.agent.agent import Agent, AgentOptions
 from telegrad.agent.barrier import BarrierLeader, go_round, leader_of, repeated_notice
 from telegrad.agent.calls import Waiting
@@ -24,7 +30,6 @@ from telegrad.agent.outcomes import Ticket
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.autograd.api import backward
 from telegrad.autograd.engine import Engine
-from telegrad.current import adopt, current_worker
 from telegrad.errors import (
     NotInitializedError,
     RpcTimeoutError,
@@ -33,13 +38,8 @@ from telegrad.errors import (
     UsageError,
     WorkerLostError,
 )
-from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
-from telegrad.wire.by_value import pickle_of
-from telegrad.wire.callables import export, name_of
-from telegrad.wire.messages import Call, Fetch, RemoteCall
-from telegrad.wire.values import Route
 
 log = logging.getLogger("telegrad.rpc")
 

@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from telegrad.wire.messages import (
+from telegrad._wire.messages import (
     Body,
     Failure,
     Fetch,

@@ -23,17 +23,17 @@ import numpy as np
 import torch
 
 from telegrad import autograd, rpc
+from telegrad._current import acting_as
+from telegrad._wire import codec
+from telegrad._wire.frames import FrameReader, prefix
+from telegrad._wire.messages import Call, Fetch, Note, NoteAck, RemoteCall, Reply
+from telegrad._wire.values import Route, pack
 from telegrad.agent.agent import Agent, AgentOptions
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.peers import Peer
-from telegrad.current import acting_as
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.transport.lane import Proof
 from telegrad.transport.sockets import SocketStream, connect_unix, listen_unix
-from telegrad.wire import codec
-from telegrad.wire.frames import FrameReader, prefix
-from telegrad.wire.messages import Call, Fetch, Note, NoteAck, RemoteCall, Reply
-from telegrad.wire.values import Route, pack
 from telegrad.worker import Worker
 
 from .adapt import Live

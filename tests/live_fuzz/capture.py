@@ -12,11 +12,11 @@ from typing import Any, get_args
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.ids import GlobalId
+from telegrad._ids import GlobalId
+from telegrad._wire import codec
+from telegrad._wire.frames import PREFIX
+from telegrad._wire.messages import ForkRequest, Message, Note, NotePayload
 from telegrad.transport.lane import Proof
-from telegrad.wire import codec
-from telegrad.wire.frames import PREFIX
-from telegrad.wire.messages import ForkRequest, Message, Note, NotePayload
 
 from .workers import RecordedJob, recorded_job
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from telegrad import autograd, rpc
-from telegrad.current import current_worker
+from telegrad._current import current_worker
 from telegrad.errors import TelegradError
 
 WEIGHT = torch.tensor([2.0, 5.0], requires_grad=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from telegrad._wire import codec
+from telegrad._wire.frames import MAGIC, MAX_HEADER, PREFIX
+from telegrad._wire.messages import FROM_DIALLED, FROM_DIALLER, Goodbye
 from telegrad.errors import ProtocolError
-from telegrad.wire import codec
-from telegrad.wire.frames import MAGIC, MAX_HEADER, PREFIX
-from telegrad.wire.messages import FROM_DIALLED, FROM_DIALLER, Goodbye
 
 from .adapt import BODY, FIELDS, Live, adapt
 from .capture import Captured, Corpus

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from telegrad._current import acting_as
+from telegrad._wire.frames import PREFIX
+from telegrad._wire.values import Route
 from telegrad.agent.agent import Agent, AgentOptions
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.peers import Peer, WorkerRecord
-from telegrad.current import acting_as
 from telegrad.transport.lane import Proof
 from telegrad.transport.sockets import SocketStream
-from telegrad.wire.frames import PREFIX
-from telegrad.wire.values import Route
 from telegrad.worker import Worker
 
 

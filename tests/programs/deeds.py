@@ -19,8 +19,8 @@ import psutil
 import torch
 
 from telegrad import rpc
+from telegrad._current import current_worker
 from telegrad.agent.peers import WorkerRecord
-from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError
 from telegrad.rpc.rendezvous import Meeting
 from telegrad.rpc.stores import JobStore

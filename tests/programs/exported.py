@@ -9,8 +9,8 @@ import torch
 
 from programs import deeds
 from telegrad import rpc
+from telegrad._wire import codec, values
 from telegrad.agent.bodies import Bodies
-from telegrad.wire import codec, values
 
 
 @rpc.export

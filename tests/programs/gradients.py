@@ -12,8 +12,8 @@ from torch import Tensor
 
 from programs import deeds
 from telegrad import autograd, rpc
-from telegrad.current import current_worker
-from telegrad.wire.messages import Discover, DropContext
+from telegrad._current import current_worker
+from telegrad._wire.messages import Discover, DropContext
 
 WEIGHT = torch.full((4,), 2.0, dtype=torch.float64, requires_grad=True)
 

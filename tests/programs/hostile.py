@@ -9,17 +9,17 @@ import psutil
 import torch
 
 from telegrad import rpc
+from telegrad._current import current_worker
+from telegrad._wire import codec
+from telegrad._wire.frames import prefix
+from telegrad._wire.messages import Body, Call, InPeer, TensorMeta
+from telegrad._wire.tree import TreeWriter
 from telegrad.agent.peers import WorkerRecord
-from telegrad.current import current_worker
 from telegrad.errors import TelegradError
 from telegrad.rpc import api
 from telegrad.rpc.network import Network
 from telegrad.transport.dial import dial
 from telegrad.transport.handshake import JOIN_NONCE, Identity
-from telegrad.wire import codec
-from telegrad.wire.frames import prefix
-from telegrad.wire.messages import Body, Call, InPeer, TensorMeta
-from telegrad.wire.tree import TreeWriter
 
 kept: list[torch.Tensor] = []
 touched: list[str] = []
@@ -95,7 +95,7 @@ def name_foreign_memory(victim: str, slab: tuple[int, int, int]) -> tuple[str, s
 
 
 def dtype_code() -> int:
-    from telegrad.wire.dtypes import DTYPES
+    from telegrad._wire.dtypes import DTYPES
 
     return list(DTYPES).index(torch.float32)
 

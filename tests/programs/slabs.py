@@ -13,8 +13,8 @@ import torch
 
 from programs.deeds import echo, filled, nothing
 from telegrad import rpc
+from telegrad._current import current_worker
 from telegrad.agent import agent, bodies
-from telegrad.current import current_worker
 from telegrad.transport import lane
 
 # --- called ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from telegrad import autograd, rpc
-from telegrad.current import current_worker
+from telegrad._current import current_worker
 from telegrad.rpc.functions import async_execution
 from telegrad.rref.rref import RRef
 

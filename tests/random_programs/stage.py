@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from telegrad._wire.messages import Gradients
 from telegrad.errors import MissingGradientError
 from telegrad.testing import Cluster, cluster
-from telegrad.wire.messages import Gradients
 from telegrad.worker import Worker
 
 from . import distributed, local

@@ -16,6 +16,23 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from telegrad._wire import values
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import (
+    FROM_DIALLED,
+    FROM_DIALLER,
+    Body,
+    Call,
+    Failure,
+    Goodbye,
+    LaneOpen,
+    Message,
+    Note,
+    NoteAck,
+    RemoteCall,
+    Reply,
+    Taken,
+)
 from telegrad.agent.backlog import UserCall, Work
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.calls import Calls, Waiting
@@ -40,23 +57,6 @@ from telegrad.errors import (
     WorkerLostError,
 )
 from telegrad.transport import lane
-from telegrad.wire import values
-from telegrad.wire.frames import Frame
-from telegrad.wire.messages import (
-    FROM_DIALLED,
-    FROM_DIALLER,
-    Body,
-    Call,
-    Failure,
-    Goodbye,
-    LaneOpen,
-    Message,
-    Note,
-    NoteAck,
-    RemoteCall,
-    Reply,
-    Taken,
-)
 
 log = logging.getLogger("telegrad.agent")
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from telegrad._wire import codec, values
+from telegrad._wire.by_value import ReceivedFunctions
+from telegrad._wire.messages import Body, InPeer, RRefFork, Taken
 from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 from telegrad.transport.buffers import BufferPool, Loans
 from telegrad.transport.lane import LANE_LIMIT, Shelf, Slab, Window
-from telegrad.wire import codec, values
-from telegrad.wire.by_value import ReceivedFunctions
-from telegrad.wire.messages import Body, InPeer, RRefFork, Taken
 
 Scope = AbstractContextManager[None]
 Incoming = Callable[[int, Any, list[Tensor]], Scope | None]

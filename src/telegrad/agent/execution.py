@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from telegrad._torch import FutureBase
+from telegrad._wire.callables import resolve
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import Call
 from telegrad.agent.agent import Agent
 from telegrad.agent.backlog import UserCall
 from telegrad.agent.link import Link
 from telegrad.errors import UsageError
-from telegrad.wire.callables import resolve
-from telegrad.wire.frames import Frame
-from telegrad.wire.messages import Call
 
 #: The mark that ``functions.async_execution`` leaves; torch's own decorator leaves the same.
 ASYNC_MARK = "_wrapped_async_rpc_function"

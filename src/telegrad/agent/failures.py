@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from telegrad._text import printable, printable_lines
+from telegrad._wire.callables import exception_type
+from telegrad._wire.messages import Failure
+from telegrad._wire.values import EMPTY_PARCEL, Parcel
 from telegrad.errors import RemoteError, TelegradError
 from telegrad.transport.refusals import RefusalLog
-from telegrad.wire.callables import exception_type
-from telegrad.wire.messages import Failure
-from telegrad.wire.values import EMPTY_PARCEL, Parcel
 
 log = logging.getLogger("telegrad.agent")
 
@@ -100,7 +100,7 @@ def story_of(error: BaseException) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    return module.startswith(("telegrad.agent", "telegrad.rref", "telegrad.wire"))
+    return module.startswith(("telegrad.agent", "telegrad.rref", "telegrad._wire"))
 
 
 def _clean(text: str) -> str:

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from telegrad._wire import codec
+from telegrad._wire.frames import Frame, FrameReader, prefix
+from telegrad._wire.messages import Message
 from telegrad.agent.backlog import Work
 from telegrad.agent.pool import Pool
 from telegrad.agent.spin import LONG_BUDGET, Spin
 from telegrad.errors import ProtocolError, UsageError
 from telegrad.transport.base import Stream
-from telegrad.wire import codec
-from telegrad.wire.frames import Frame, FrameReader, prefix
-from telegrad.wire.messages import Message
 
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from telegrad._wire import values
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import Note, NoteAck, NotePayload
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.clock import Clock
 from telegrad.agent.link import Link
@@ -17,9 +20,6 @@ from telegrad.agent.peers import Peer, PeerState
 from telegrad.agent.pool import Pool
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.transport.refusals import RefusalLog
-from telegrad.wire import values
-from telegrad.wire.frames import Frame
-from telegrad.wire.messages import Note, NoteAck, NotePayload
 
 log = logging.getLogger("telegrad.agent")
 

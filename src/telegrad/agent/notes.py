@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from telegrad.wire.messages import Note, NotePayload
-from telegrad.wire.values import EMPTY_PARCEL, Parcel
+from telegrad._wire.messages import Note, NotePayload
+from telegrad._wire.values import EMPTY_PARCEL, Parcel
 
 _LONGEST_PAUSE = 5.0
 _MOST_SEEN = 1 << 17  # numbers above the floor that a receiver remembers of one sender

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import Body, Failure, Reply
 from telegrad.agent.backlog import Work
 from telegrad.agent.calls import Calls, Waiting
 from telegrad.agent.failures import copy_of, rebuild
@@ -18,8 +20,6 @@ from telegrad.agent.link import Link
 from telegrad.agent.pool import Pool
 from telegrad.agent.spin import CORES
 from telegrad.errors import RpcTimeoutError, TelegradError
-from telegrad.wire.frames import Frame
-from telegrad.wire.messages import Body, Failure, Reply
 
 _AS_IT_IS = nullcontext()
 _TOGETHER = 0.001  # seconds between calls that were made together

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from telegrad._current import current_worker
 from telegrad.autograd.context import Context, Entered, Scope
 from telegrad.autograd.engine import Engine
-from telegrad.current import current_worker
 from telegrad.errors import UsageError
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad._ids import PassId, random_bits
 from telegrad._torch import input_metadata
 from telegrad.errors import UnknownWorkerError, UsageError
-from telegrad.ids import PassId, random_bits
 
 _WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
 _REMEMBERED = 4096  # ended contexts whose late messages are recognised

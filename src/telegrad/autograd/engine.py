@@ -26,7 +26,23 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from telegrad._ids import PassId, random_bits
 from telegrad._text import printable_lines
+from telegrad._wire.messages import (
+    Discover,
+    DropContext,
+    EndPass,
+    Explored,
+    Failure,
+    Finished,
+    Gradients,
+    PassFailed,
+    PassHead,
+    PlanKnown,
+    PlanWanted,
+    TellMe,
+)
+from telegrad._wire.values import EMPTY_PARCEL
 from telegrad.agent.agent import Agent
 from telegrad.agent.failures import failure_of, rebuild
 from telegrad.agent.peers import PeerState
@@ -41,22 +57,6 @@ from telegrad.autograd.reducers import watch
 from telegrad.autograd.runner import Runner
 from telegrad.autograd.turn import unpack
 from telegrad.errors import ProtocolError, TelegradError, WorkerLostError
-from telegrad.ids import PassId, random_bits
-from telegrad.wire.messages import (
-    Discover,
-    DropContext,
-    EndPass,
-    Explored,
-    Failure,
-    Finished,
-    Gradients,
-    PassFailed,
-    PassHead,
-    PlanKnown,
-    PlanWanted,
-    TellMe,
-)
-from telegrad.wire.values import EMPTY_PARCEL
 
 log = logging.getLogger("telegrad.autograd")
 

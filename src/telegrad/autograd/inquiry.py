@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from telegrad._current import current_worker
+from telegrad._ids import PassId
+from telegrad._wire.callables import export, name_of
+from telegrad._wire.messages import Call
 from telegrad.agent.agent import Agent
 from telegrad.autograd.passes import Pass
-from telegrad.current import current_worker
 from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError
-from telegrad.ids import PassId
-from telegrad.wire.callables import export, name_of
-from telegrad.wire.messages import Call
 
 _PATIENCE = 1.0  # seconds
 

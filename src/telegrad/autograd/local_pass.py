@@ -21,9 +21,9 @@ import enum
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+from telegrad._wire.messages import Report
 from telegrad.autograd.diffusion import Diffusion
 from telegrad.autograd.graph import Unit
-from telegrad.wire.messages import Report
 
 ROOT = 1 << 62  # the source that backward starts from, newer than any message
 

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor
 from torch.nn import Parameter
 
+from telegrad._wire.messages import Finished, Gradients
+from telegrad._wire.values import Bundle
 from telegrad.autograd.local_pass import Job
 from telegrad.autograd.passes import Notes, Pass
 from telegrad.errors import ProtocolError
-from telegrad.wire.messages import Finished, Gradients
-from telegrad.wire.values import Bundle
 
 _FULL = 32  # messages of which a letter has gradients: the receiver should not be idle for long
 

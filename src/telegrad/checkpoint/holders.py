@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from telegrad._current import current_worker
 from telegrad.checkpoint.manifest import Kind, Parameter, Thing
 from telegrad.checkpoint.plain import TensorName
 from telegrad.checkpoint.tensors import Memory, describe, dtype_name, memory_of
-from telegrad.current import current_worker
 from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
 from telegrad.nn.parts import REMOTE, OwnState

@@ -15,12 +15,12 @@ import msgspec
 from safetensors import SafetensorError
 from torch import nn
 
+from telegrad._current import current_worker
 from telegrad.checkpoint.files import Directory
 from telegrad.checkpoint.holders import Holder, Target, holder_of, own_state, remote_parts
 from telegrad.checkpoint.manifest import Thing
 from telegrad.checkpoint.plain import Parts, put_together
 from telegrad.checkpoint.tensors import read, unfit, write
-from telegrad.current import current_worker
 from telegrad.errors import UsageError
 from telegrad.rref.rref import RRef
 

@@ -11,6 +11,9 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from telegrad._ids import GlobalId
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import Call, RemoteCall
 from telegrad.agent.execution import execute
 from telegrad.agent.failures import story_of
 from telegrad.agent.link import Link
@@ -21,10 +24,7 @@ from telegrad.compat.graph_view import is_recv
 from telegrad.compat.rref import RRef
 from telegrad.compat.words import as_torch_rebuilds, speaks_as_torch
 from telegrad.errors import TelegradError, UsageError
-from telegrad.ids import GlobalId
 from telegrad.rpc.options import check_name
-from telegrad.wire.frames import Frame
-from telegrad.wire.messages import Call, RemoteCall
 from telegrad.worker import To, Worker
 from telegrad.worker import WorkerInfo as TelegradWorkerInfo
 

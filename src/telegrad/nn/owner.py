@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from telegrad._current import current_worker
+from telegrad._ids import GlobalId
 from telegrad._torch import tree_map_only
-from telegrad.current import current_worker
 from telegrad.errors import UsageError
-from telegrad.ids import GlobalId
 from telegrad.nn.placement import goes
 from telegrad.rref.rref import RRef
 

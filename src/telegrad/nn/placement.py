@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from telegrad._wire.values import Route
 from telegrad.errors import UsageError
-from telegrad.wire.values import Route
 
 
 def parse(place: str | torch.device) -> tuple[str | int | None, torch.device]:

@@ -9,9 +9,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from telegrad._current import current_worker
 from telegrad._torch import IncompatibleKeys
+from telegrad._wire.messages import RRefFork
 from telegrad.agent.futures import Future
-from telegrad.current import current_worker
 from telegrad.errors import SerializationError, UsageError
 from telegrad.nn import owner
 from telegrad.nn.parts import REMOTE, OwnState
@@ -19,7 +20,6 @@ from telegrad.nn.placement import has_device_map, parse
 from telegrad.nn.refused import Refusals, refuse
 from telegrad.rpc.api import rpc_async, rpc_sync
 from telegrad.rref.rref import RRef
-from telegrad.wire.messages import RRefFork
 
 
 class RemoteModule(Refusals, nn.Module):

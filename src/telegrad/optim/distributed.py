@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from telegrad.current import current_worker
+from telegrad._current import current_worker
 from telegrad.errors import UsageError
 from telegrad.optim import local
 from telegrad.optim.local import Group, LocalOptimizer

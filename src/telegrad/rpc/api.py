@@ -15,13 +15,15 @@ from urllib.parse import urlsplit
 
 import torch
 
+from telegrad._current import clear_process_worker, current_worker, forget_all, is_initialized, set_process_worker
+from telegrad._ids import MAX_WORKERS
 from telegrad._torch import Store
+from telegrad._wire.tensors import no_device_map
+from telegrad._wire.values import Route
 from telegrad.agent.agent import AgentOptions
 from telegrad.agent.futures import Future
 from telegrad.agent.peers import WorkerRecord
-from telegrad.current import clear_process_worker, current_worker, forget_all, is_initialized, set_process_worker
 from telegrad.errors import RendezvousError, UsageError
-from telegrad.ids import MAX_WORKERS
 from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret
 from telegrad.rpc.records import link_key
@@ -31,8 +33,6 @@ from telegrad.rpc.strangers import Strangers, knock_at
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.transport.handshake import JOIN_NONCE, Identity
 from telegrad.transport.lane import Proof
-from telegrad.wire.tensors import no_device_map
-from telegrad.wire.values import Route
 from telegrad.worker import To, Worker, WorkerInfo
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
-from telegrad.ids import MAX_WORKERS
 from telegrad.rpc.options import check_name
 from telegrad.transport.dial import Address
 from telegrad.transport.handshake import JOIN_NONCE

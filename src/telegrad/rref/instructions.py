@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from telegrad.ids import GlobalId, WorkerId
-from telegrad.wire.messages import NotePayload
+from telegrad._ids import GlobalId, WorkerId
+from telegrad._wire.messages import NotePayload
 
 
 @dataclass(frozen=True, slots=True)

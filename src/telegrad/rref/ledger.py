@@ -38,11 +38,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from telegrad.errors import ProtocolError, UsageError, WorkerLostError
-from telegrad.ids import GlobalId, IdSource, WorkerId
-from telegrad.rref.forks import OWN_EVENTS, TRANSITIONS, UNANSWERED, ForkEvent, ForkState
-from telegrad.rref.instructions import Broken, Free, Instruction, Send
-from telegrad.wire.messages import (
+from telegrad._ids import GlobalId, IdSource, WorkerId
+from telegrad._wire.messages import (
     ChildConfirmed,
     ForkAccepted,
     ForkRefused,
@@ -51,6 +48,9 @@ from telegrad.wire.messages import (
     RRefFork,
     UserDelete,
 )
+from telegrad.errors import ProtocolError, UsageError, WorkerLostError
+from telegrad.rref.forks import OWN_EVENTS, TRANSITIONS, UNANSWERED, ForkEvent, ForkState
+from telegrad.rref.instructions import Broken, Free, Instruction, Send
 
 _S, _E = ForkState, ForkEvent
 

@@ -12,17 +12,9 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from telegrad.agent.agent import Agent
-from telegrad.agent.backlog import UserCall
-from telegrad.agent.execution import execute
-from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
-from telegrad.agent.link import Link
-from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
-from telegrad.ids import GlobalId, IdSource, WorkerId
-from telegrad.rref.instructions import Broken, Free, Instruction, Send
-from telegrad.rref.ledger import Ledger
-from telegrad.wire.frames import Frame
-from telegrad.wire.messages import (
+from telegrad._ids import GlobalId, IdSource, WorkerId
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import (
     ChildConfirmed,
     Fetch,
     ForkAccepted,
@@ -33,6 +25,14 @@ from telegrad.wire.messages import (
     RRefFork,
     UserDelete,
 )
+from telegrad.agent.agent import Agent
+from telegrad.agent.backlog import UserCall
+from telegrad.agent.execution import execute
+from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
+from telegrad.agent.link import Link
+from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.rref.instructions import Broken, Free, Instruction, Send
+from telegrad.rref.ledger import Ledger
 
 if TYPE_CHECKING:
     from telegrad.worker import Worker

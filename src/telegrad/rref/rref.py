@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from telegrad._current import current_worker
+from telegrad._ids import GlobalId
+from telegrad._wire.callables import export, exported_method
+from telegrad._wire.messages import RRefFork
 from telegrad.agent.execution import Deferred, Later, checked_future, is_async
-from telegrad.current import current_worker
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
-from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
-from telegrad.wire.callables import export, exported_method
-from telegrad.wire.messages import RRefFork
 
 if TYPE_CHECKING:
     import torch

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from telegrad._current import acting_as
+from telegrad._wire.values import Route
 from telegrad.agent.agent import Agent, AgentOptions
 from telegrad.agent.link import Link
 from telegrad.agent.memory import connect
 from telegrad.agent.peers import Peer, WorkerRecord
-from telegrad.current import acting_as
 from telegrad.errors import UnknownWorkerError
 from telegrad.rpc.options import check_name
 from telegrad.testing.faults import Fault, FaultyCarrier, Kind
-from telegrad.wire.values import Route
 from telegrad.worker import Worker
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from telegrad.wire.messages import Message, Note
+from telegrad._wire.messages import Message, Note
 
 Kind = Literal["drop", "delay", "repeat", "reorder"]
 

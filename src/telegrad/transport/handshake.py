@@ -33,8 +33,8 @@ import secrets
 import struct
 from dataclasses import dataclass
 
+from telegrad._ids import MAX_WORKERS
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
-from telegrad.ids import MAX_WORKERS
 
 __all__ = ["ClientHandshake", "Handshake", "Identity", "ServerHandshake", "derive_key"]
 

@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from telegrad._current import clear_process_worker, current_worker, is_initialized
 from telegrad.agent.barrier import repeated_notice
 from telegrad.agent.peers import PeerState
 from telegrad.compat import futures
@@ -30,7 +31,6 @@ from telegrad.compat.rref import _rref_typeof_on_owner as _rref_typeof_on_owner
 from telegrad.compat.words import speaks_as_torch
 from telegrad.compat.worker import CompatWorker
 from telegrad.compat.worker import WorkerInfo as WorkerInfo
-from telegrad.current import clear_process_worker, current_worker, is_initialized
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
 from telegrad.rref.rref import RRef as TelegradRRef
 from telegrad.worker import To, Worker

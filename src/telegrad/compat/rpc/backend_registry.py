@@ -6,11 +6,11 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
+from telegrad._current import current_worker
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.compat.worker import CompatWorker
-from telegrad.current import current_worker
 from telegrad.rpc.api import join
 from telegrad.rpc.options import UNSET, RpcBackendOptions
 

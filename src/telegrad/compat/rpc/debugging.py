@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from telegrad.current import current_worker
+from telegrad._current import current_worker
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:

@@ -21,16 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from telegrad.agent.agent import Agent
-from telegrad.agent.link import Link
-from telegrad.agent.peers import Peer
-from telegrad.compat.rpc import backend_registry
-from telegrad.compat.rpc.agent import TensorPipeAgent
-from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
-from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
-from telegrad.compat.worker import BUILTIN, CompatWorker
-from telegrad.rpc.options import UNSET
-from telegrad.wire.messages import (
+from telegrad._wire.messages import (
     Call,
     ChildConfirmed,
     DropContext,
@@ -41,6 +32,15 @@ from telegrad.wire.messages import (
     RemoteCall,
     UserDelete,
 )
+from telegrad.agent.agent import Agent
+from telegrad.agent.link import Link
+from telegrad.agent.peers import Peer
+from telegrad.compat.rpc import backend_registry
+from telegrad.compat.rpc.agent import TensorPipeAgent
+from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
+from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
+from telegrad.compat.worker import BUILTIN, CompatWorker
+from telegrad.rpc.options import UNSET
 
 BACKEND = "FAULTY_TENSORPIPE"
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
+from telegrad._wire import pickles
 from telegrad.compat.profiling import profiling_key
 from telegrad.compat.rref import RRef
 from telegrad.errors import SerializationError
-from telegrad.wire import pickles
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 

@@ -19,9 +19,9 @@ import torch
 from msgspec.msgpack import Ext
 from torch import Tensor
 
+from telegrad._wire.dtypes import DTYPE_CODES, DTYPES
+from telegrad._wire.messages import Node, RRefFork, Tree
 from telegrad.errors import SerializationError
-from telegrad.wire.dtypes import DTYPE_CODES, DTYPES
-from telegrad.wire.messages import Node, RRefFork, Tree
 
 
 class Reference(Protocol):

@@ -30,7 +30,7 @@ from typing import Annotated
 
 import msgspec
 
-from telegrad.ids import GlobalId, PassId
+from telegrad._ids import GlobalId, PassId
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
+from telegrad._wire.messages import Body, Message
 from telegrad.errors import ProtocolError
-from telegrad.wire.messages import Body, Message
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from telegrad._wire.messages import Message
 from telegrad.errors import ProtocolError
-from telegrad.wire.messages import Message
 
 PREFIX = struct.Struct("<4sIQ")
 MAGIC = b"tgr\x01"

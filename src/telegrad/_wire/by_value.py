@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from telegrad._wire.callables import name_of
+from telegrad._wire.pickles import dump, load
 from telegrad.errors import SerializationError
-from telegrad.wire.callables import name_of
-from telegrad.wire.pickles import dump, load
 
 _LONGEST = 64 << 10  # bytes of a pickle that is kept
 _MOST = 256  # functions that a caller keeps, and that a callee keeps

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from telegrad._torch import FutureBase
+from telegrad._wire.callables import MAIN_MODULES, name_of
+from telegrad._wire.tensors import TABLE_TYPES, in_table
+from telegrad._wire.tree import TreeWriter
 from telegrad.errors import SerializationError
-from telegrad.wire.callables import MAIN_MODULES, name_of
-from telegrad.wire.tensors import TABLE_TYPES, in_table
-from telegrad.wire.tree import TreeWriter
 
 
 class _NeedsCloudpickle(Exception):

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from telegrad._torch import make_quantized_per_channel, make_quantized_per_tensor, negative_view, sparse_parts
-from telegrad.errors import SerializationError, UsageError
-from telegrad.wire.dtypes import (
+from telegrad._wire.aliasing import Region, all_apart, overlaps, span
+from telegrad._wire.dtypes import (
     COMPRESSED_LAYOUTS,
     DTYPE_CODES,
     DTYPES,
@@ -28,8 +28,8 @@ from telegrad.wire.dtypes import (
     NUMPY_DTYPES,
     QUANTIZED_DTYPES,
 )
-from telegrad.wire.messages import InPeer, TensorMeta
-from telegrad.wire.regions import Region, all_apart, overlaps, span
+from telegrad._wire.messages import InPeer, TensorMeta
+from telegrad.errors import SerializationError, UsageError
 
 INLINE_LIMIT = 32 << 10  # bytes of one buffer: a round trip with 16 KB takes 65 us so, and 105 beside the header
 INLINE_BUDGET = 4 << 20  # of all buffers in one header

@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from telegrad._wire.frames import MAX_HEADER
+from telegrad._wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
+from telegrad._wire.pickles import advice_on, dump, load
+from telegrad._wire.tensors import DeviceMap, Lane, NotInTable, Packed, Slab, in_table, no_device_map
+from telegrad._wire.tensors import pack as pack_tensors
+from telegrad._wire.tensors import unpack as unpack_tensors
+from telegrad._wire.tree import NotPlain, Reference, TreeReader, TreeWriter
 from telegrad.errors import SerializationError, TelegradError
-from telegrad.wire.frames import MAX_HEADER
-from telegrad.wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
-from telegrad.wire.pickles import advice_on, dump, load
-from telegrad.wire.tensors import DeviceMap, Lane, NotInTable, Packed, Slab, in_table, no_device_map
-from telegrad.wire.tensors import pack as pack_tensors
-from telegrad.wire.tensors import unpack as unpack_tensors
-from telegrad.wire.tree import NotPlain, Reference, TreeReader, TreeWriter
 
 
 @dataclass(slots=True)
