@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from telegrad.transport.tls import make_authority
+from telegrad._transport.tls import make_authority
 
 
 class OwnAuthority:

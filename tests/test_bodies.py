@@ -1,4 +1,4 @@
-"""Bodies over one link: which buffers go by the lane, when their slabs come back, and when they do not."""
+"""Bodies over one link: which buffers go by the lane, when their segments come back, and when they do not."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ import pytest
 import torch
 
 from telegrad._ids import GlobalId
+from telegrad._transport import shared_memory
+from telegrad._transport.buffers import size_class
+from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments
 from telegrad._wire import codec
 from telegrad._wire.messages import Body, InPeer, Node, Reply, RRefFork, Taken
 from telegrad._wire.values import EMPTY_PARCEL, Parcel, Route
@@ -20,9 +23,6 @@ from telegrad.agent import bodies
 from telegrad.agent.bodies import Bodies
 from telegrad.agent.peers import Peer, WorkerRecord
 from telegrad.errors import ProtocolError, SerializationError, WorkerLostError
-from telegrad.transport import lane
-from telegrad.transport.buffers import size_class
-from telegrad.transport.lane import LANE_LIMIT, Window
 
 BIG = 100_000  # bytes
 WORD = bytes(range(32))
@@ -71,8 +71,8 @@ class Pair:
         return self.sender.shelf._idle.bytes
 
     @property
-    def slabs(self) -> int:
-        return len(self.sender.shelf._slabs)
+    def segments(self) -> int:
+        return len(self.sender.shelf._segments)
 
 
 def arrived(parcel: Parcel) -> Body:
@@ -112,7 +112,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_the_lane_takes_big_buffers(pair: Pair, size: int, by_lane: bool) -> None:
     parcel = pair.pack([tensor(5, size)])
     assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer if by_lane else int]
-    assert list(pair.out.held.values()) == list(parcel.slabs)
+    assert list(pair.out.held.values()) == list(parcel.segments)
     assert len(pair.out.held) == by_lane
     assert is_all(pair.open(parcel)[0], 5)
 
@@ -120,10 +120,10 @@ def test_the_lane_takes_big_buffers(pair: Pair, size: int, by_lane: bool) -> Non
 def test_a_lane_that_is_closed_takes_nothing() -> None:
     pair = Pair(lane_open=False)
     parcel = pair.pack([tensor(5, 9 << 20)])
-    assert parcel.slabs == []
+    assert parcel.segments == []
     assert pair.out.held == {}
     assert is_all(pair.open(parcel)[0], 5)
-    assert pair.slabs == 0
+    assert pair.segments == 0
 
 
 def test_the_memory_of_a_process_is_read_only_where_the_kernel_vouches_for_that_process(pair: Pair) -> None:
@@ -150,7 +150,7 @@ def test_beyond_the_last_slab_buffers_go_by_the_socket(pair: Pair, monkeypatch: 
     del got, parcel
     pair.receiver.give_back()
     pair.deliver()
-    assert len(pair.pack([tensor(1), tensor(2)]).slabs) == 2
+    assert len(pair.pack([tensor(1), tensor(2)]).segments) == 2
 
 
 def test_a_value_that_cannot_be_sent_holds_nothing(pair: Pair) -> None:
@@ -158,7 +158,7 @@ def test_a_value_that_cannot_be_sent_holds_nothing(pair: Pair) -> None:
         pair.pack([tensor(1), (x for x in ())])
     gc.collect()
     assert pair.out.held == {}
-    assert pair.slabs == 0
+    assert pair.segments == 0
 
 
 def test_nothing_is_an_empty_parcel_unless_the_interceptor_has_something_to_say(pair: Pair) -> None:
@@ -180,11 +180,11 @@ def test_a_bundle_lays_big_tensors_onto_the_lane_and_the_link_holds_them_when_it
     bundle.add([tensor(1), tensor(2, 10)])
     assert bundle.is_small is False
     bundle.add([tensor(3, LANE_LIMIT - 1), tensor(4, LANE_LIMIT)])
-    assert pair.slabs == 2
+    assert pair.segments == 2
     assert pair.out.held == {}, "it has not gone yet"
     parcel = pair.sender.close(pair.out, bundle)
     assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer, bytes, int, InPeer]
-    assert pair.out.held == {slab.number: slab for slab in parcel.slabs}
+    assert pair.out.held == {segment.number: segment for segment in parcel.segments}
     assert len(pair.out.held) == 2
     got = pair.open(parcel)
     assert [len(one) for one in got] == [BIG, 10, LANE_LIMIT - 1, LANE_LIMIT]
@@ -202,17 +202,17 @@ def test_a_bundle_to_a_peer_without_a_lane_uses_none() -> None:
     bundle.add([tensor(5)])
     assert not bundle.is_small
     parcel = pair.sender.close(pair.out, bundle)
-    assert (parcel.slabs, pair.out.held, pair.slabs) == ([], {}, 0)
+    assert (parcel.segments, pair.out.held, pair.segments) == ([], {}, 0)
     assert is_all(pair.open(parcel)[0], 5)
 
 
 def test_a_bundle_that_never_goes_holds_nothing(pair: Pair) -> None:
     bundle = pair.sender.bundle(pair.to, pair.out, recorded=True)
     bundle.add([tensor(1), tensor(2)])
-    assert pair.slabs == 2
+    assert pair.segments == 2
     del bundle
     gc.collect()
-    assert pair.slabs == 0
+    assert pair.segments == 0
     assert pair.out.held == {}
 
 
@@ -265,7 +265,7 @@ def test_the_same_slab_serves_again_and_again(pair: Pair) -> None:
     numbers, addresses = set(), set()
     for value in range(10):
         parcel = pair.pack([tensor(value)])
-        numbers |= {slab.number for slab in parcel.slabs}
+        numbers |= {segment.number for segment in parcel.segments}
         (got,) = pair.open(parcel)
         assert is_all(got, value)
         addresses.add(got.data_ptr())
@@ -273,7 +273,7 @@ def test_the_same_slab_serves_again_and_again(pair: Pair) -> None:
         del got
         pair.receiver.give_back()
         pair.deliver()
-    assert len(numbers) == len(addresses) == pair.slabs == 1
+    assert len(numbers) == len(addresses) == pair.segments == 1
 
 
 def test_what_is_kept_never_changes(pair: Pair) -> None:
@@ -284,7 +284,7 @@ def test_what_is_kept_never_changes(pair: Pair) -> None:
         pair.receiver.give_back()
         pair.deliver()
     assert all(is_all(one, 2 * number) for number, one in enumerate(kept))
-    assert pair.slabs == 21
+    assert pair.segments == 21
 
 
 def test_it_is_a_snapshot(pair: Pair) -> None:
@@ -298,7 +298,7 @@ def test_it_is_a_snapshot(pair: Pair) -> None:
 
 def test_several_buffers_of_one_message_come_back_one_by_one(pair: Pair) -> None:
     parcel = pair.pack([tensor(1), tensor(2), np.full(BIG, 3, np.uint8)])
-    numbers = [slab.number for slab in parcel.slabs]
+    numbers = [segment.number for segment in parcel.segments]
     one, other, array = pair.open(parcel)
     del array
     pair.receiver.give_back()
@@ -315,12 +315,12 @@ def test_several_buffers_of_one_message_come_back_one_by_one(pair: Pair) -> None
 
 
 def test_a_slab_goes_to_whoever_needs_it_next(pair: Pair) -> None:
-    (slab,) = pair.pack([tensor(1)]).slabs
-    pair.sender.taken(pair.out, Taken(slab.number))
+    (segment,) = pair.pack([tensor(1)]).segments
+    pair.sender.taken(pair.out, Taken(segment.number))
     other = FakeLink(2)
-    (again,) = pair.sender.pack(Peer(WorkerRecord(2, "third"), Route(2)), other, [tensor(2)]).slabs
-    assert again is slab
-    assert list(other.held) == [slab.number]
+    (again,) = pair.sender.pack(Peer(WorkerRecord(2, "third"), Route(2)), other, [tensor(2)]).segments
+    assert again is segment
+    assert list(other.held) == [segment.number]
 
 
 @pytest.mark.parametrize("message", [Taken(12345), Taken(12345, kept=True), Taken(-1)])
@@ -332,9 +332,9 @@ def test_a_slab_that_nobody_knows_is_no_error(pair: Pair, message: Taken) -> Non
 
 
 def test_nobody_gives_back_what_another_has(pair: Pair) -> None:
-    (slab,) = pair.pack([tensor(1)]).slabs
-    pair.sender.taken(FakeLink(2), Taken(slab.number))
-    assert pair.out.held == {slab.number: slab}
+    (segment,) = pair.pack([tensor(1)]).segments
+    pair.sender.taken(FakeLink(2), Taken(segment.number))
+    assert pair.out.held == {segment.number: segment}
     assert pair.idle == 0
 
 
@@ -345,7 +345,7 @@ def test_a_message_that_nobody_wants_gives_its_slabs_back(pair: Pair) -> None:
     pair.receiver.make_reference = lambda fork, sender: made.append((fork, sender))
     body = arrived(parcel)
     pair.receiver.discard(pair.back, Body(body.tree, buffers=(*body.buffers, bytearray(b"x"), 5), rrefs=(fork,)))
-    assert pair.deliver() == [Taken(slab.number) for slab in parcel.slabs]
+    assert pair.deliver() == [Taken(segment.number) for segment in parcel.segments]
     assert pair.idle == 2 * size_class(BIG)
     assert made == [(fork, 0)]
 
@@ -363,7 +363,7 @@ def test_a_value_that_cannot_be_rebuilt_gives_its_slabs_back(pair: Pair) -> None
 # --- not coming back ------------------------------------------------------------------------------------------------
 
 
-def test_who_keeps_a_tensor_for_long_keeps_its_slab(pair: Pair, clock: Clock) -> None:
+def test_who_keeps_a_tensor_for_long_keeps_its_segment(pair: Pair, clock: Clock) -> None:
     (kept,) = pair.open(pair.pack([tensor(1)]))
     (number,) = pair.out.held
     clock.now += bodies._KEPT_SECONDS - 1
@@ -375,7 +375,7 @@ def test_who_keeps_a_tensor_for_long_keeps_its_slab(pair: Pair, clock: Clock) ->
     assert pair.deliver() == [Taken(number, kept=True)]
     assert number not in pair.out.held
     assert pair.idle == 0
-    assert pair.slabs == 1, "the sender has only the other one left"
+    assert pair.segments == 1, "the sender has only the other one left"
     for value in range(3, 10):  # nothing of what follows lands there
         pair.open(pair.pack([tensor(value)]))
     assert is_all(kept, 1)
@@ -403,7 +403,7 @@ def test_what_was_kept_is_unmapped_with_its_last_tensor(pair: Pair, clock: Clock
     clock.now += 2 * bodies._KEPT_SECONDS
     pair.receiver.trim()
     pair.deliver()
-    assert mappings() == 2, "the slab that waits at the sender, and that of the tensor"
+    assert mappings() == 2, "the segment that waits at the sender, and that of the tensor"
     assert is_all(kept, 1)
     del kept
     assert mappings() == 1
@@ -412,7 +412,7 @@ def test_what_was_kept_is_unmapped_with_its_last_tensor(pair: Pair, clock: Clock
 def test_after_the_link_is_gone_the_tensor_is_the_receivers_alone(pair: Pair) -> None:
     (kept,) = pair.open(pair.pack([tensor(1)]))
     pair.out.held.clear()  # as a link does that breaks
-    assert pair.slabs == 0
+    assert pair.segments == 0
     for value in range(2, 10):
         pair.pack([tensor(value)])
         pair.out.held.clear()
@@ -420,7 +420,7 @@ def test_after_the_link_is_gone_the_tensor_is_the_receivers_alone(pair: Pair) ->
     del kept
     pair.receiver.give_back()
     pair.deliver()
-    assert pair.idle == 0, "what comes too late is no slab of ours"
+    assert pair.idle == 0, "what comes too late is no segment of ours"
 
 
 def test_a_trim_gives_all_back_to_the_system_in_the_end(pair: Pair) -> None:
@@ -433,12 +433,12 @@ def test_a_trim_gives_all_back_to_the_system_in_the_end(pair: Pair) -> None:
         pair.sender.trim()
         pair.receiver.trim()
     assert mappings() == 0
-    assert pair.slabs == 0
+    assert pair.segments == 0
 
 
 def mappings() -> int:
     with open("/proc/self/maps") as maps:
-        return sum(lane._name(WORD, 0)[:-1] in line for line in maps)
+        return sum(shared_memory._name(WORD, 0)[:-1] in line for line in maps)
 
 
 # --- failure --------------------------------------------------------------------------------------------------------
@@ -446,27 +446,27 @@ def mappings() -> int:
 
 def refuse_view(monkeypatch: pytest.MonkeyPatch, which: Sequence[int]) -> None:
     """Lets the views of these numbers, counted from one, fail."""
-    view, count = Window.view, [0]
+    view, count = PeerSegments.view, [0]
 
-    def failing(self: Window, number: int, fd: int, size: int) -> Any:
+    def failing(self: PeerSegments, number: int, fd: int, size: int) -> Any:
         count[0] += 1
         if count[0] in which:
             raise OSError(12, "Cannot allocate memory")
         return view(self, number, fd, size)
 
-    monkeypatch.setattr(Window, "view", failing)
+    monkeypatch.setattr(PeerSegments, "view", failing)
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_slab_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     parcel = pair.pack([tensor(1), tensor(2), tensor(3)])
-    numbers = {slab.number for slab in parcel.slabs}
+    numbers = {segment.number for segment in parcel.segments}
     refuse_view(monkeypatch, [failing])
     with pytest.raises(WorkerLostError, match=r"worker 'sender' took 100,000 bytes away: .*Cannot allocate memory"):
         pair.open(parcel)
     pair.receiver.give_back()
     said = pair.deliver()
-    assert {message.slab for message in said} == numbers
+    assert {message.segment for message in said} == numbers
     assert len(said) == 3
     assert pair.out.held == {}
     assert pair.idle == 3 * size_class(BIG)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+from telegrad._transport import buffers
+from telegrad._transport.buffers import POOLED_FROM, BufferPool, Idle, Loans, size_class
 from telegrad._wire import tensors
 from telegrad._wire.messages import TensorMeta
 from telegrad._wire.tensors import DTYPE_CODES
-from telegrad.transport import buffers
-from telegrad.transport.buffers import POOLED_FROM, BufferPool, Idle, Loans, size_class
 
 SIZE = 400_000
 
@@ -36,8 +36,8 @@ def idle_bytes(pool):
 
 def check(idle):
     """What it counts is what it has."""
-    assert idle.bytes == sum(size * len(slabs) for size, slabs in idle._slabs.items()) <= idle._keep_bytes
-    assert all(0 <= spare <= len(idle._slabs[size]) for size, spare in idle._spare.items())
+    assert idle.bytes == sum(size * len(segments) for size, segments in idle._segments.items()) <= idle._keep_bytes
+    assert all(0 <= spare <= len(idle._segments[size]) for size, spare in idle._spare.items())
 
 
 # --- lending and coming back ----------------------------------------------------------------------------------------
@@ -276,8 +276,8 @@ def test_loans_may_end_on_any_thread_at_any_time():
 
 def test_the_last_that_came_is_taken_first():
     idle = Idle(1 << 20)
-    for slab in "abc":
-        assert idle.put(4096, slab)
+    for segment in "abc":
+        assert idle.put(4096, segment)
     assert [idle.take(4096) for _ in range(4)] == ["c", "b", "a", None]
     check(idle)
 
@@ -308,12 +308,12 @@ def test_what_would_be_too_much_is_refused():
 def test_a_trim_takes_what_was_idle_all_the_time():
     """Of five, three were in use at once since the last trim: two are too many."""
     idle = Idle(1 << 20)
-    for slab in "abcde":
-        idle.put(4096, slab)
+    for segment in "abcde":
+        idle.put(4096, segment)
     idle.trim()
     assert idle.bytes == 5 * 4096
-    for slab in [idle.take(4096) for _ in range(3)]:
-        idle.put(4096, slab)
+    for segment in [idle.take(4096) for _ in range(3)]:
+        idle.put(4096, segment)
     assert idle.take(4096) == "c"  # once more, but fewer
     idle.put(4096, "c")
     idle.trim()
@@ -339,7 +339,7 @@ def test_a_class_that_nobody_wants_is_forgotten():
     idle.trim()
     idle.trim()
     assert idle.bytes == 0
-    assert idle._slabs == idle._spare == {}
+    assert idle._segments == idle._spare == {}
 
 
 def test_what_is_given_up_is_freed_when_others_can_go_on():
@@ -347,11 +347,11 @@ def test_what_is_given_up_is_freed_when_others_can_go_on():
     idle = Idle(1 << 20)
     locked = []
 
-    class Slab:
+    class Segment:
         def __del__(self):
             locked.append(idle._lock.locked())
 
-    idle.put(4096, Slab())
+    idle.put(4096, Segment())
     idle.trim()
     idle.trim()
     assert locked == [False]
@@ -403,13 +403,15 @@ def test_trim_gives_up_what_nobody_asked_for_since_the_last_trim():
 
 def test_idle_memory_that_is_trimmed_goes_back_to_the_system(monkeypatch):
     made = []
-    monkeypatch.setattr(buffers, "_new_slab", lambda size, real=buffers._new_slab: made.append(real(size)) or made[-1])
+    monkeypatch.setattr(
+        buffers, "_new_segment", lambda size, real=buffers._new_segment: made.append(real(size)) or made[-1]
+    )
     pool = BufferPool()
     lend_filled(pool)
     pool.trim()
     pool.trim()
-    (slab,) = made
-    slab.close()  # refuses while anything still looks at it
+    (segment,) = made
+    segment.close()  # refuses while anything still looks at it
 
 
 # --- threads --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 
 from programs.neighbour import pattern
 from support import PATIENCE, in_thread
-from telegrad.transport.copier import SPLIT_FROM, Copier
+from telegrad._transport.copier import SPLIT_FROM, Copier
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ import torch
 from support import PATIENCE, assert_no_references, eventually, in_thread
 from telegrad import autograd, rpc
 from telegrad._ids import GlobalId, PassId
+from telegrad._transport.refusals import LINES, RefusalLog
+from telegrad._transport.sockets import SocketStream
 from telegrad._wire import codec
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import (
@@ -40,8 +42,6 @@ from telegrad.agent.pool import Pool
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 from telegrad.rref import ledger
 from telegrad.testing import Cluster, cluster
-from telegrad.transport.refusals import LINES, RefusalLog
-from telegrad.transport.sockets import SocketStream
 
 ECHO = "test_found_by_fuzz:echo"
 

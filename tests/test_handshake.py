@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from telegrad.errors import AuthenticationError, ProtocolError, UsageError
-from telegrad.transport.handshake import (
+from telegrad._transport.handshake import (
     JOIN_NONCE,
     MAGIC,
     MAX_BUFFERED,
@@ -24,6 +23,7 @@ from telegrad.transport.handshake import (
     _message,
     derive_key,
 )
+from telegrad.errors import AuthenticationError, ProtocolError, UsageError
 
 FUZZ = settings(
     max_examples=int(os.environ.get("TELEGRAD_FUZZ_EXAMPLES", "300")),

@@ -135,10 +135,10 @@ def test_a_worker_on_another_host_reaches_no_shared_memory(hosts: Hosts) -> None
         assert eventually(lambda: sharing.run(hostile.shares_memory_with, "worker0"))
         sharing.run(rpc.rpc_sync, "worker0", hostile.keep, args=(deeds.filled(4 * MB, 7),))
         memory = sharing.run(hostile.shared_memory_of_this_process)
-        (slab,) = [slab for slab in memory["slabs"] if slab[2] >= MB]
+        (segment,) = [segment for segment in memory["segments"] if segment[2] >= MB]
         thief.run(hostile.claim_the_memory_of, memory)
         thief.run(deeds.start_worker, "worker2", 2, None, {**OPEN, "secret": SECRET})
-        kind, text = thief.run(hostile.name_foreign_memory, "worker0", slab)
+        kind, text = thief.run(hostile.name_foreign_memory, "worker0", segment)
         assert kind != "answered", f"the thief read {text} from another worker's memory"
         assert "names shared memory, but is not on this host" in text
         before = 7.0 * 4 * MB

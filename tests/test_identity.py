@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
+from telegrad._transport.identity import Credentials, credentials_of
 from telegrad.errors import AuthenticationError
-from telegrad.transport.identity import Credentials, credentials_of
 
 FINGERPRINT = bytes(range(32))
 

@@ -18,17 +18,18 @@ LAYERS = [line.split() for line in """
     telegrad._text  telegrad._torch  telegrad.errors  telegrad._ids
     telegrad._wire
     telegrad._wire.messages
-    telegrad._wire.codec  telegrad._wire.frames  telegrad._wire.callables  telegrad._wire.dtypes  telegrad._wire.aliasing
+    telegrad._wire.aliasing  telegrad._wire.callables  telegrad._wire.codec  telegrad._wire.dtypes
+    telegrad._wire.frames
     telegrad._wire.tensors  telegrad._wire.tree
     telegrad._wire.pickles
     telegrad._wire.by_value  telegrad._wire.values
-    telegrad.transport
-    telegrad.transport.base  telegrad.transport.buffers  telegrad.transport.copier  telegrad.transport.handshake
-    telegrad.transport.refusals  telegrad.transport.sockets
-    telegrad.transport.lane  telegrad.transport.tls
-    telegrad.transport.admission  telegrad.transport.identity
-    telegrad.transport.dial
-    telegrad.transport.listener
+    telegrad._transport
+    telegrad._transport.base  telegrad._transport.buffers  telegrad._transport.copier  telegrad._transport.handshake
+    telegrad._transport.refusals  telegrad._transport.sockets
+    telegrad._transport.shared_memory  telegrad._transport.tls
+    telegrad._transport.admission  telegrad._transport.identity
+    telegrad._transport.dial
+    telegrad._transport.listener
     telegrad._current
     telegrad.agent
     telegrad.agent.calls  telegrad.agent.clock  telegrad.agent.failures  telegrad.agent.notes  telegrad.agent.peers

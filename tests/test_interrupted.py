@@ -232,13 +232,13 @@ def test_an_exception_keeps_the_slab_of_its_tensor_until_it_is_given_back(pair: 
     link.lane_open = True
     try:
         worker.agent.answer_failure(link, 99, error)
-        (slab,) = link.held.values()
-        assert bytes(slab.memory)[: 1 << 19] == torch.full((1 << 17,), 7.0).numpy().tobytes()
+        (segment,) = link.held.values()
+        assert bytes(segment.memory)[: 1 << 19] == torch.full((1 << 17,), 7.0).numpy().tobytes()
         assert fault.hits == 1
         pair.carrier.clear()
         worker.agent.answer_failure(link, 99, error)  # to a caller that waits for it no more
-        assert eventually(lambda: list(link.held) == [slab.number])
-        assert repr(worker.agent.bodies.shelf) == f"<Shelf 2 slabs, {slab.size:,} bytes idle>"
+        assert eventually(lambda: list(link.held) == [segment.number])
+        assert repr(worker.agent.bodies.shelf) == f"<SegmentPool 2 segments, {segment.size:,} bytes idle>"
     finally:
         link.lane_open = False
         link.held.clear()

@@ -1,4 +1,4 @@
-"""The same-host lane: the proof that it is open, slabs that two processes see, and what is left of them at the end."""
+"""The same-host lane: the proof that it is open, segments that two processes see, and what is left of them at the end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import torch
 from programs.neighbour import pattern
 from puppets import PROGRAMS, clean_environment
 from support import PATIENCE, in_thread
-from telegrad.transport import lane
-from telegrad.transport.buffers import size_class
-from telegrad.transport.lane import LANE_LIMIT, Proof, Shelf, Slab, Window, can_read
+from telegrad._transport import shared_memory
+from telegrad._transport.buffers import size_class
+from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments, Proof, Segment, SegmentPool, can_read
 
 ME = os.getpid()
 WORD = bytes(range(32))
@@ -55,12 +55,12 @@ class Neighbour:
         return self._answer().strip()
 
     def put(self, seed: int, size: int) -> tuple[int, int]:
-        """Number and descriptor of a slab with that pattern."""
+        """Number and descriptor of a segment with that pattern."""
         number, fd = self.tell("put", seed, size).split()
         return int(number), int(fd)
 
-    def window(self) -> Window:
-        return Window(self.pid, self.word)
+    def window(self) -> PeerSegments:
+        return PeerSegments(self.pid, self.word)
 
     def kill(self) -> None:
         self.process.kill()
@@ -94,8 +94,8 @@ def descriptors() -> set[str]:
 
 
 def mapped(word: bytes = WORD) -> int:
-    """How many mappings of slabs with that word this process has."""
-    return Path("/proc/self/maps").read_text().count(lane._name(word, 0)[:-1])
+    """How many mappings of segments with that word this process has."""
+    return Path("/proc/self/maps").read_text().count(shared_memory._name(word, 0)[:-1])
 
 
 @pytest.fixture(autouse=True)
@@ -108,28 +108,28 @@ def _nothing_is_left() -> Iterator[None]:
     assert mapped() == 0
 
 
-def lay(shelf: Shelf, seed: int, size: int) -> Slab:
+def lay(shelf: SegmentPool, seed: int, size: int) -> Segment:
     source = pattern(seed, size)
-    slab = shelf.put(source.ctypes.data, size)
-    assert slab is not None
-    return slab
+    segment = shelf.put(source.ctypes.data, size)
+    assert segment is not None
+    return segment
 
 
-def look(window: Window, slab: Slab, size: int) -> np.ndarray:
-    return window.view(slab.number, slab.fd, size)
+def look(window: PeerSegments, segment: Segment, size: int) -> np.ndarray:
+    return window.view(segment.number, segment.fd, size)
 
 
 @pytest.fixture
-def shelf() -> Iterator[Shelf]:
-    one = Shelf(WORD)
+def shelf() -> Iterator[SegmentPool]:
+    one = SegmentPool(WORD)
     yield one
     one.trim()
     one.trim()
 
 
 @pytest.fixture
-def window() -> Iterator[Window]:
-    one = Window(ME, WORD)
+def window() -> Iterator[PeerSegments]:
+    one = PeerSegments(ME, WORD)
     yield one
     for number in list(one._mapped):
         one.forget(number)
@@ -241,7 +241,7 @@ def test_a_slab_that_was_given_back_comes_again_with_other_content(neighbour: Ne
     neighbour.tell("drop", number)
 
 
-def test_tensors_survive_that_the_sender_drops_the_slab(neighbour: Neighbour) -> None:
+def test_tensors_survive_that_the_sender_drops_the_segment(neighbour: Neighbour) -> None:
     window = neighbour.window()
     number, fd = neighbour.put(3, 100_000)
     tensor = torch.from_numpy(window.view(number, fd, 100_000))[1000:]
@@ -274,28 +274,30 @@ def test_tensors_survive_the_death_of_the_sender() -> None:
         assert mapped(other.word) == 0
 
 
-# --- what is no slab --------------------------------------------------------------------------------------------------
+# --- what is no segment --------------------------------------------------------------------------------------------------
 
 
 def test_a_descriptor_that_stands_for_another_file_by_now(neighbour: Neighbour) -> None:
-    """Of a proper file the one, of another memfd the other; and then for another slab."""
+    """Of a proper file the one, of another memfd the other; and then for another segment."""
     window = neighbour.window()
     for _ in range(2):
         number, fd = neighbour.put(1, 100_000)
         neighbour.tell("replace", number)
-        with pytest.raises(OSError, match=rf"descriptor {fd} of process {neighbour.pid} is not slab {number}|denied"):
+        with pytest.raises(
+            OSError, match=rf"descriptor {fd} of process {neighbour.pid} is not segment {number}|denied"
+        ):
             window.view(number, fd, 100_000)
     number, fd = neighbour.put(1, 100_000)
-    with pytest.raises(OSError, match=f"is not slab {number + 1}"):
+    with pytest.raises(OSError, match=f"is not segment {number + 1}"):
         window.view(number + 1, fd, 100_000)
     neighbour.tell("drop", number)
-    assert repr(window) == f"<Window to process {neighbour.pid}: 0 slabs, 0 bytes>"
+    assert repr(window) == f"<PeerSegments to process {neighbour.pid}: 0 segments, 0 bytes>"
 
 
-def test_a_file_that_has_the_name_only_is_no_slab(window: Window, tmp_path: Path) -> None:
+def test_a_file_that_has_the_name_only_is_no_segment(window: PeerSegments, tmp_path: Path) -> None:
     with (tmp_path / "memfd:x (deleted)").open("w+b") as file:
         file.truncate(100_000)
-        with pytest.raises(OSError, match="is not slab 1"):
+        with pytest.raises(OSError, match="is not segment 1"):
             window.view(1, file.fileno(), 1000)
 
 
@@ -305,83 +307,87 @@ def test_a_file_that_has_the_name_only_is_no_slab(window: Window, tmp_path: Path
         (0, 100_000, 100_000),
         (fcntl.F_SEAL_GROW, 100_000, 100_000),
         (fcntl.F_SEAL_SHRINK, 100_000, 100_000),
-        (lane._SEALS, 99_999, 100_000),
-        (lane._SEALS, 0, 1),
+        (shared_memory._SEALS, 99_999, 100_000),
+        (shared_memory._SEALS, 0, 1),
     ],
     ids=["unsealed", "may shrink", "may grow", "too small", "empty"],
 )
-def test_a_slab_that_could_end_under_us_is_refused(window: Window, seals: int, size: int, wanted: int) -> None:
-    fd = os.memfd_create(lane._name(WORD, 5), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def test_a_slab_that_could_end_under_us_is_refused(window: PeerSegments, seals: int, size: int, wanted: int) -> None:
+    fd = os.memfd_create(shared_memory._name(WORD, 5), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
-        with pytest.raises(OSError, match=f"slab 5 of process {ME} is not a sealed one of {wanted:,} bytes"):
+        with pytest.raises(OSError, match=f"segment 5 of process {ME} is not a sealed one of {wanted:,} bytes"):
             window.view(5, fd, wanted)
     finally:
         os.close(fd)
 
 
-def test_what_is_sealed_stays_as_long_as_it_is(shelf: Shelf) -> None:
-    slab = lay(shelf, 1, 100_000)
-    for size in (0, 4096, slab.size - 1, slab.size + 1):
+def test_what_is_sealed_stays_as_long_as_it_is(shelf: SegmentPool) -> None:
+    segment = lay(shelf, 1, 100_000)
+    for size in (0, 4096, segment.size - 1, segment.size + 1):
         with pytest.raises(PermissionError):
-            os.truncate(slab.fd, size)
-    assert os.fstat(slab.fd).st_size == slab.size
+            os.truncate(segment.fd, size)
+    assert os.fstat(segment.fd).st_size == segment.size
 
 
-def test_a_slab_that_is_mapped_but_too_small(shelf: Shelf, window: Window) -> None:
-    slab = lay(shelf, 1, 100_000)
-    look(window, slab, 100_000)
+def test_a_slab_that_is_mapped_but_too_small(shelf: SegmentPool, window: PeerSegments) -> None:
+    segment = lay(shelf, 1, 100_000)
+    look(window, segment, 100_000)
     before = repr(window)
-    with pytest.raises(OSError, match=rf"slab {slab.number} has {slab.size:,} bytes, not {slab.size + 1:,}"):
-        look(window, slab, slab.size + 1)
+    with pytest.raises(
+        OSError, match=rf"segment {segment.number} has {segment.size:,} bytes, not {segment.size + 1:,}"
+    ):
+        look(window, segment, segment.size + 1)
     assert repr(window) == before
-    assert np.array_equal(look(window, slab, 100_000), pattern(1, 100_000))
+    assert np.array_equal(look(window, segment, 100_000), pattern(1, 100_000))
 
 
-def test_a_mapping_that_the_system_refuses(shelf: Shelf, window: Window, monkeypatch: pytest.MonkeyPatch) -> None:
-    slab = lay(shelf, 1, 100_000)
+def test_a_mapping_that_the_system_refuses(
+    shelf: SegmentPool, window: PeerSegments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    segment = lay(shelf, 1, 100_000)
 
     class Refusing:
-        munmap = lane._libc.munmap
+        munmap = shared_memory._libc.munmap
 
         @staticmethod
         def mmap(*_: Any) -> int:
             ctypes.set_errno(errno.ENOMEM)
-            return lane._NO_ADDRESS
+            return shared_memory._NO_ADDRESS
 
     with monkeypatch.context() as patch:
         patch.setattr(lane, "_libc", Refusing)
-        with pytest.raises(OSError, match=f"mapping {slab.size:,} bytes: Cannot allocate memory"):
-            look(window, slab, 100_000)
+        with pytest.raises(OSError, match=f"mapping {segment.size:,} bytes: Cannot allocate memory"):
+            look(window, segment, 100_000)
         before = descriptors()
         assert shelf.put(pattern(1, 200_000).ctypes.data, 200_000) is None
         assert descriptors() == before
-    assert repr(window) == f"<Window to process {ME}: 0 slabs, 0 bytes>"
-    assert np.array_equal(look(window, slab, 100_000), pattern(1, 100_000))
+    assert repr(window) == f"<PeerSegments to process {ME}: 0 segments, 0 bytes>"
+    assert np.array_equal(look(window, segment, 100_000), pattern(1, 100_000))
 
 
 # --- the window -------------------------------------------------------------------------------------------------------
 
 
-def test_a_mapping_is_used_again(shelf: Shelf, window: Window) -> None:
-    slab = lay(shelf, 1, 100_000)
-    first = look(window, slab, 100_000)
+def test_a_mapping_is_used_again(shelf: SegmentPool, window: PeerSegments) -> None:
+    segment = lay(shelf, 1, 100_000)
+    first = look(window, segment, 100_000)
     address = first.ctypes.data
-    assert look(window, slab, 50).ctypes.data == address
+    assert look(window, segment, 50).ctypes.data == address
     del first
-    assert look(window, slab, 100_000).ctypes.data == address
+    assert look(window, segment, 100_000).ctypes.data == address
     assert mapped() == 2, "one of the sender and one of the receiver"
 
 
-def test_what_is_forgotten_is_unmapped_when_its_last_tensor_is_gone(shelf: Shelf, window: Window) -> None:
-    slab = lay(shelf, 1, 100_000)
-    tensor = torch.from_numpy(look(window, slab, 100_000))[5:10]
-    window.forget(slab.number)
-    window.forget(slab.number)  # is forgotten already
-    assert repr(window) == f"<Window to process {ME}: 0 slabs, 0 bytes>"
+def test_what_is_forgotten_is_unmapped_when_its_last_tensor_is_gone(shelf: SegmentPool, window: PeerSegments) -> None:
+    segment = lay(shelf, 1, 100_000)
+    tensor = torch.from_numpy(look(window, segment, 100_000))[5:10]
+    window.forget(segment.number)
+    window.forget(segment.number)  # is forgotten already
+    assert repr(window) == f"<PeerSegments to process {ME}: 0 segments, 0 bytes>"
     assert mapped() == 2
-    again = look(window, slab, 100_000)
+    again = look(window, segment, 100_000)
     assert again.ctypes.data + 5 != tensor.data_ptr(), "it is mapped anew"
     assert mapped() == 3
     assert bytes(tensor.numpy()) == bytes(pattern(1, 10)[5:])
@@ -390,43 +396,43 @@ def test_what_is_forgotten_is_unmapped_when_its_last_tensor_is_gone(shelf: Shelf
 
 
 def test_a_window_keeps_no_more_bytes_than_allowed(
-    shelf: Shelf, window: Window, monkeypatch: pytest.MonkeyPatch
+    shelf: SegmentPool, window: PeerSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = size_class(100_000)
     monkeypatch.setattr(lane, "_KEEP_BYTES", 3 * size)
-    slabs = [lay(shelf, seed, 100_000) for seed in range(4)]
-    for slab in slabs[:3]:
-        look(window, slab, 100_000)
-    look(window, slabs[0], 100_000)  # used again: the second has not been used for longest now
-    views = [look(window, slabs[3], 100_000)]
-    assert repr(window) == f"<Window to process {ME}: 3 slabs, {3 * size:,} bytes>"
-    assert list(window._mapped) == [slabs[2].number, slabs[0].number, slabs[3].number]
+    segments = [lay(shelf, seed, 100_000) for seed in range(4)]
+    for segment in segments[:3]:
+        look(window, segment, 100_000)
+    look(window, segments[0], 100_000)  # used again: the second has not been used for longest now
+    views = [look(window, segments[3], 100_000)]
+    assert repr(window) == f"<PeerSegments to process {ME}: 3 segments, {3 * size:,} bytes>"
+    assert list(window._mapped) == [segments[2].number, segments[0].number, segments[3].number]
     assert mapped() == 4 + 3
-    views += [look(window, slab, 100_000) for slab in slabs]
+    views += [look(window, segment, 100_000) for segment in segments]
     assert mapped() == 4 + 5, "a tensor holds its own mapping; what was forgotten meanwhile is mapped anew"
     assert all(np.array_equal(view, pattern(seed, 100_000)) for seed, view in zip([3, 0, 1, 2, 3], views, strict=True))
 
 
 def test_a_slab_that_is_bigger_than_all_that_may_be_kept(
-    shelf: Shelf, window: Window, monkeypatch: pytest.MonkeyPatch
+    shelf: SegmentPool, window: PeerSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane, "_KEEP_BYTES", 100_000)
-    slab = lay(shelf, 1, 200_000)
-    view = look(window, slab, 200_000)
-    assert repr(window) == f"<Window to process {ME}: 0 slabs, 0 bytes>"
+    segment = lay(shelf, 1, 200_000)
+    view = look(window, segment, 200_000)
+    assert repr(window) == f"<PeerSegments to process {ME}: 0 segments, 0 bytes>"
     assert np.array_equal(view, pattern(1, 200_000))
 
 
-def test_a_window_trims_what_was_not_used_for_longest(shelf: Shelf, window: Window) -> None:
-    slabs = [lay(shelf, seed, 100_000) for seed in range(5)]
-    for slab in slabs:
-        look(window, slab, 100_000)
+def test_a_window_trims_what_was_not_used_for_longest(shelf: SegmentPool, window: PeerSegments) -> None:
+    segments = [lay(shelf, seed, 100_000) for seed in range(5)]
+    for segment in segments:
+        look(window, segment, 100_000)
     left = []
     for _ in range(3):
         window.trim()
         left.append(list(window._mapped))
-        assert window._bytes == len(left[-1]) * slabs[0].size
-    assert left == [[slabs[3].number, slabs[4].number], [slabs[4].number], []]
+        assert window._bytes == len(left[-1]) * segments[0].size
+    assert left == [[segments[3].number, segments[4].number], [segments[4].number], []]
     window.trim()
     assert mapped() == 5, "only the sender's own"
 
@@ -450,29 +456,29 @@ def test_a_window_keeps_no_descriptors(neighbour: Neighbour) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, LANE_LIMIT, 100_001, 1 << 20, (8 << 20) + 5])
-def test_a_slab_has_the_size_of_its_class(shelf: Shelf, window: Window, size: int) -> None:
-    slab = lay(shelf, 4, size)
-    assert slab.size == size_class(size) == os.fstat(slab.fd).st_size
-    assert np.array_equal(look(window, slab, size), pattern(4, size))
+def test_a_slab_has_the_size_of_its_class(shelf: SegmentPool, window: PeerSegments, size: int) -> None:
+    segment = lay(shelf, 4, size)
+    assert segment.size == size_class(size) == os.fstat(segment.fd).st_size
+    assert np.array_equal(look(window, segment, size), pattern(4, size))
 
 
-def test_it_is_a_snapshot(shelf: Shelf, window: Window) -> None:
+def test_it_is_a_snapshot(shelf: SegmentPool, window: PeerSegments) -> None:
     source = pattern(1, 9 << 20).copy()
-    slab = shelf.put(source.ctypes.data, source.nbytes)
-    assert slab is not None
+    segment = shelf.put(source.ctypes.data, source.nbytes)
+    assert segment is not None
     source[:] = 0
-    view = look(window, slab, source.nbytes)
+    view = look(window, segment, source.nbytes)
     assert np.array_equal(view, pattern(1, 9 << 20))
     view[:] = 3
     assert not source.any()
 
 
-def test_a_slab_is_not_used_again_before_it_is_back(shelf: Shelf) -> None:
+def test_a_slab_is_not_used_again_before_it_is_back(shelf: SegmentPool) -> None:
     first, second = lay(shelf, 1, 100_000), lay(shelf, 2, 100_000)
     assert first.number != second.number
     shelf.take_back(first)
     number = first.number
-    assert repr(shelf) == f"<Shelf 2 slabs, {first.size:,} bytes idle>"
+    assert repr(shelf) == f"<SegmentPool 2 segments, {first.size:,} bytes idle>"
     del first
     third = lay(shelf, 3, 99_000)
     assert third.number == number, "its class is the same"
@@ -480,51 +486,51 @@ def test_a_slab_is_not_used_again_before_it_is_back(shelf: Shelf) -> None:
     assert bytes(second.memory)[:100_000] == pattern(2, 100_000).tobytes()
 
 
-def test_a_slab_of_another_class_is_not_used(shelf: Shelf) -> None:
-    slab = lay(shelf, 1, 100_000)
-    shelf.take_back(slab)
-    assert lay(shelf, 1, 200_000) is not slab
-    assert lay(shelf, 1, 70_000) is not slab
-    assert lay(shelf, 1, 100_000) is slab
+def test_a_slab_of_another_class_is_not_used(shelf: SegmentPool) -> None:
+    segment = lay(shelf, 1, 100_000)
+    shelf.take_back(segment)
+    assert lay(shelf, 1, 200_000) is not segment
+    assert lay(shelf, 1, 70_000) is not segment
+    assert lay(shelf, 1, 100_000) is segment
 
 
-def test_what_is_dropped_is_gone(shelf: Shelf, window: Window) -> None:
+def test_what_is_dropped_is_gone(shelf: SegmentPool, window: PeerSegments) -> None:
     before = descriptors()
-    slabs = [lay(shelf, seed, 100_000) for seed in range(3)]
+    segments = [lay(shelf, seed, 100_000) for seed in range(3)]
     assert len(descriptors() - before) == 3
     assert mapped() == 3
-    numbers = [(slab.number, slab.fd) for slab in slabs]
-    del slabs
+    numbers = [(segment.number, segment.fd) for segment in segments]
+    del segments
     assert descriptors() == before
     assert mapped() == 0
-    assert repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>"
+    assert repr(shelf) == "<SegmentPool 0 segments, 0 bytes idle>"
     for number, fd in numbers:
         with pytest.raises(OSError):
             window.view(number, fd, 100_000)
 
 
-def test_a_number_never_comes_again(shelf: Shelf) -> None:
-    """A receiver may still have the slab of that number mapped."""
+def test_a_number_never_comes_again(shelf: SegmentPool) -> None:
+    """A receiver may still have the segment of that number mapped."""
     assert len({lay(shelf, seed, 100_000).number for seed in range(50)}) == 50
 
 
-def test_too_many_slabs(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_segments(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "_MOST_SLABS", 3)
-    slabs = [lay(shelf, seed, 100_000) for seed in range(3)]
+    segments = [lay(shelf, seed, 100_000) for seed in range(3)]
     source = pattern(9, 100_000)
     assert shelf.put(source.ctypes.data, source.nbytes) is None
-    shelf.take_back(slabs.pop())
-    slabs.append(lay(shelf, 4, 100_000))  # of those that came back
+    shelf.take_back(segments.pop())
+    segments.append(lay(shelf, 4, 100_000))  # of those that came back
     assert shelf.put(source.ctypes.data, source.nbytes) is None
-    slabs.pop()
-    slabs.append(lay(shelf, 5, 100_000))  # in the place of one that is gone
+    segments.pop()
+    segments.append(lay(shelf, 5, 100_000))  # in the place of one that is gone
 
 
-def test_idle_slabs_give_way_to_those_of_another_size(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_slabs_give_way_to_those_of_another_size(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "_MOST_SLABS", 3)
-    for slab in [lay(shelf, seed, 100_000) for seed in range(3)]:
-        shelf.take_back(slab)
-    del slab
+    for segment in [lay(shelf, seed, 100_000) for seed in range(3)]:
+        shelf.take_back(segment)
+    del segment
     source = pattern(9, 300_000)
     by_socket = itertools.takewhile(lambda _: shelf.put(source.ctypes.data, source.nbytes) is None, range(10))
     assert len(list(by_socket)) == 2, "after those that nobody asked for between two tries were given up"
@@ -532,31 +538,33 @@ def test_idle_slabs_give_way_to_those_of_another_size(shelf: Shelf, monkeypatch:
 
 def test_a_shelf_keeps_no_more_bytes_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane, "_KEEP_BYTES", 2 * size_class(100_000))
-    shelf = Shelf(WORD)
-    for slab in [lay(shelf, seed, 100_000) for seed in range(5)]:
-        shelf.take_back(slab)
-    del slab
-    assert repr(shelf) == f"<Shelf 2 slabs, {2 * size_class(100_000):,} bytes idle>"
+    shelf = SegmentPool(WORD)
+    for segment in [lay(shelf, seed, 100_000) for seed in range(5)]:
+        shelf.take_back(segment)
+    del segment
+    assert repr(shelf) == f"<SegmentPool 2 segments, {2 * size_class(100_000):,} bytes idle>"
 
 
-def test_a_shelf_trims_what_nobody_asked_for(shelf: Shelf) -> None:
-    for slab in [lay(shelf, seed, 100_000) for seed in range(3)]:
-        shelf.take_back(slab)
-    del slab
+def test_a_shelf_trims_what_nobody_asked_for(shelf: SegmentPool) -> None:
+    for segment in [lay(shelf, seed, 100_000) for seed in range(3)]:
+        shelf.take_back(segment)
+    del segment
     shelf.trim()  # they came back since the last time
-    assert repr(shelf).startswith("<Shelf 3 slabs")
+    assert repr(shelf).startswith("<SegmentPool 3 segments")
     shelf.take_back(lay(shelf, 1, 100_000))
     shelf.trim()
-    assert repr(shelf).startswith("<Shelf 1 slabs")
+    assert repr(shelf).startswith("<SegmentPool 1 segments")
     shelf.trim()
-    assert repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>"
+    assert repr(shelf) == "<SegmentPool 0 segments, 0 bytes idle>"
 
 
 @pytest.mark.parametrize(
     ("call", "number"),
     [("memfd_create", errno.EMFILE), ("memfd_create", errno.ENOSYS), ("posix_fallocate", errno.ENOSPC)],
 )
-def test_a_system_that_gives_no_more(shelf: Shelf, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+def test_a_system_that_gives_no_more(
+    shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
     def refuse(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -565,13 +573,13 @@ def test_a_system_that_gives_no_more(shelf: Shelf, monkeypatch: pytest.MonkeyPat
         patch.setattr(os, call, refuse)
         assert shelf.put(source.ctypes.data, source.nbytes) is None
     assert descriptors() == before
-    assert repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>"
+    assert repr(shelf) == "<SegmentPool 0 segments, 0 bytes idle>"
     assert lay(shelf, 1, 100_000)
 
 
-def test_a_new_program_does_not_inherit_a_slab(shelf: Shelf) -> None:
-    slab, proof = lay(shelf, 1, 100_000), Proof()
-    code = f"import os; print([os.path.exists(f'/proc/self/fd/{{fd}}') for fd in ({slab.fd}, {proof.fd})])"
+def test_a_new_program_does_not_inherit_a_segment(shelf: SegmentPool) -> None:
+    segment, proof = lay(shelf, 1, 100_000), Proof()
+    code = f"import os; print([os.path.exists(f'/proc/self/fd/{{fd}}') for fd in ({segment.fd}, {proof.fd})])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, close_fds=False, check=True)
     assert done.stdout == "[False, False]\n"
 
@@ -580,30 +588,30 @@ def test_a_new_program_does_not_inherit_a_slab(shelf: Shelf) -> None:
 
 
 def test_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each lays and looks, keeps some views, gives most slabs back and drops some: nobody sees another's bytes."""
+    """Each lays and looks, keeps some views, gives most segments back and drops some: nobody sees another's bytes."""
     size = size_class(4 * LANE_LIMIT)
-    monkeypatch.setattr(lane, "_KEEP_BYTES", 8 * size)  # so that mappings and slabs come and go
+    monkeypatch.setattr(lane, "_KEEP_BYTES", 8 * size)  # so that mappings and segments come and go
     monkeypatch.setattr(lane, "_MOST_SLABS", 40)
-    shelf, window = Shelf(WORD), Window(ME, WORD)
+    shelf, window = SegmentPool(WORD), PeerSegments(ME, WORD)
 
     def work(thread: int) -> int:
         dice, laid, kept = random.Random(thread), 0, []
         for turn in range(60):
             seed, size = 1000 * thread + turn, dice.randrange(LANE_LIMIT, 4 * LANE_LIMIT)
             source = pattern(seed, size)
-            slab = shelf.put(source.ctypes.data, size)
-            if slab is None:
+            segment = shelf.put(source.ctypes.data, size)
+            if segment is None:
                 continue
             laid += 1
-            kept.append((slab, look(window, slab, size), seed))
+            kept.append((segment, look(window, segment, size), seed))
             if len(kept) > 3:
-                slab, view, seed = kept.pop(dice.randrange(len(kept)))
+                segment, view, seed = kept.pop(dice.randrange(len(kept)))
                 assert np.array_equal(view, pattern(seed, view.nbytes))
                 del view
                 if dice.random() < 0.8:
-                    shelf.take_back(slab)
+                    shelf.take_back(segment)
                 else:
-                    window.forget(slab.number)
+                    window.forget(segment.number)
             if dice.random() < 0.05:
                 shelf.trim()
                 window.trim()
@@ -616,8 +624,8 @@ def test_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shelf._idle.bytes <= 8 * size
 
 
-def test_threads_that_look_at_one_slab_see_one_mapping(shelf: Shelf, window: Window) -> None:
-    slab = lay(shelf, 1, 1 << 20)
-    views = [join() for join in [in_thread(lambda: look(window, slab, 1 << 20)) for _ in range(8)]]
+def test_threads_that_look_at_one_slab_see_one_mapping(shelf: SegmentPool, window: PeerSegments) -> None:
+    segment = lay(shelf, 1, 1 << 20)
+    views = [join() for join in [in_thread(lambda: look(window, segment, 1 << 20)) for _ in range(8)]]
     assert len({view.ctypes.data for view in views}) == 1
     assert mapped() == 2

@@ -15,6 +15,10 @@ import numpy as np
 import pytest
 
 from support import AT_ONCE, PATIENCE, eventually, in_thread, no_new_threads
+from telegrad._transport.buffers import BufferPool
+from telegrad._transport.shared_memory import SegmentPool
+from telegrad._transport.sockets import SocketStream, connect_tcp, listen_tcp
+from telegrad._transport.tls import TlsStream, make_authority, tls_end
 from telegrad._wire.frames import PREFIX, Frame, prefix
 from telegrad._wire.messages import Body, Call, Goodbye, Node, Reply
 from telegrad.agent.agent import Agent
@@ -23,10 +27,6 @@ from telegrad.agent.link import StreamLink
 from telegrad.agent.memory import Direct, connect
 from telegrad.agent.pool import Pool
 from telegrad.errors import UsageError
-from telegrad.transport.buffers import BufferPool
-from telegrad.transport.lane import Shelf
-from telegrad.transport.sockets import SocketStream, connect_tcp, listen_tcp
-from telegrad.transport.tls import TlsStream, make_authority, tls_end
 
 
 @pytest.fixture(autouse=True)
@@ -459,17 +459,17 @@ def test_the_host_of_a_peer_that_reads_nothing_is_not_silent(stream_pair: Pair) 
 @pytest.mark.parametrize("closer", [0, 1], ids=["caller", "callee"])
 def test_slabs_that_were_not_given_back_are_let_go_with_the_link(pair: Pair, closer: int) -> None:
     """The receiver's tensors live on theirs, so nobody may use them again; see ``transport/lane.py``."""
-    shelf = Shelf(bytes(32))
+    shelf = SegmentPool(bytes(32))
     data = big(100_000, 6)
     for side in pair:
-        slab = shelf.put(np.frombuffer(data, np.uint8).ctypes.data, len(data))
-        assert slab is not None
-        side.link.held[slab.number] = slab
-    del slab
-    assert repr(shelf) == "<Shelf 2 slabs, 0 bytes idle>"
+        segment = shelf.put(np.frombuffer(data, np.uint8).ctypes.data, len(data))
+        assert segment is not None
+        side.link.held[segment.number] = segment
+    del segment
+    assert repr(shelf) == "<SegmentPool 2 segments, 0 bytes idle>"
     pair[closer].link.close()
     assert eventually(lambda: not pair[0].link.held and not pair[1].link.held)
-    assert eventually(lambda: repr(shelf) == "<Shelf 0 slabs, 0 bytes idle>")
+    assert eventually(lambda: repr(shelf) == "<SegmentPool 0 segments, 0 bytes idle>")
 
 
 # --- interruptions: by a Ctrl-C, and by a signal handler that uses the link itself -------------------------------

@@ -21,16 +21,15 @@ from typing import Any, Literal
 import pytest
 
 from support import AT_ONCE, eventually
-from telegrad.errors import AuthenticationError, ProtocolError, RendezvousError, RpcTimeoutError, UsageError
-from telegrad.transport import listener as listener_module
-from telegrad.transport import sockets
-from telegrad.transport.base import Stream
-from telegrad.transport.dial import Address, dial
-from telegrad.transport.handshake import ClientHandshake, Identity, Kind, _message, derive_key
-from telegrad.transport.identity import Credentials
-from telegrad.transport.listener import Door, Listener
-from telegrad.transport.refusals import LINES
-from telegrad.transport.sockets import (
+from telegrad._transport import listener as listener_module
+from telegrad._transport import sockets
+from telegrad._transport.base import Stream
+from telegrad._transport.dial import Address, dial
+from telegrad._transport.handshake import ClientHandshake, Identity, Kind, _message, derive_key
+from telegrad._transport.identity import Credentials
+from telegrad._transport.listener import Door, Listener
+from telegrad._transport.refusals import LINES
+from telegrad._transport.sockets import (
     SocketStream,
     connect_tcp,
     connect_unix,
@@ -38,7 +37,8 @@ from telegrad.transport.sockets import (
     listen_tcp,
     listen_unix,
 )
-from telegrad.transport.tls import Authority, Certificate, TlsEnd, load_authority, make_authority, tls_end
+from telegrad._transport.tls import Authority, Certificate, TlsEnd, load_authority, make_authority, tls_end
+from telegrad.errors import AuthenticationError, ProtocolError, RendezvousError, RpcTimeoutError, UsageError
 
 KEY = derive_key(b"secret", "job")
 OTHER_KEY = derive_key(b"another", "job")

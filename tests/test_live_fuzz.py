@@ -12,7 +12,7 @@ from live_fuzz.capture import BODY_KINDS, MESSAGE_KINDS, NOTE_KINDS, Corpus, cap
 from live_fuzz.growth import growth
 from live_fuzz.minimize import Saved, replay
 from live_fuzz.mutate import Mutator, classify
-from telegrad.transport.lane import Proof
+from telegrad._transport.shared_memory import Proof
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:Sparse CSR tensor support")
 

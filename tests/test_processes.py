@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from certificates import OwnAuthority
-from programs import deeds, slabs
+from programs import deeds, segments
 from puppets import PROGRAMS, Puppet, clean_environment, join, leave, puppets, troupe
 from support import AT_ONCE
 from telegrad import rpc
@@ -106,7 +106,7 @@ def test_big_tensors_come_back_the_same(workers: list[Puppet], way: str, megabyt
     same, lanes = workers[0].run(deeds.send_around, "worker1", megabytes * MB + 13)
     assert same
     assert (lanes > 0) == (way == "unix")
-    assert (workers[0].run(slabs.shelf)["slabs"] > 0) == (way == "unix")
+    assert (workers[0].run(segments.shelf)["segments"] > 0) == (way == "unix")
 
 
 def test_replies_that_are_held_never_change(workers: list[Puppet]) -> None:

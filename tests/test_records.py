@@ -16,13 +16,13 @@ from torch.distributed import HashStore, TCPStore
 
 from support import PATIENCE
 from telegrad._text import printable
+from telegrad._transport.dial import Address
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.launch import free_port
 from telegrad.rpc.records import check_on_this_host, link_key
 from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import JobStore, StoreGoneError, open_store
-from telegrad.transport.dial import Address
 
 HOST = "this host"
 UNIX = Address("unix", "@telegrad-1-00")

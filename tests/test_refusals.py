@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from telegrad.transport.refusals import LINES, WINDOW, RefusalLog
+from telegrad._transport.refusals import LINES, WINDOW, RefusalLog
 
 ONLY_COUNTED = "more refused connections are only counted for the rest of this minute"
 

@@ -552,7 +552,7 @@ def test_a_handle_of_a_job_that_has_ended() -> None:
 
 
 @rpc.export
-class Shelf:
+class SegmentPool:
     """What a worker without pickle offers to others."""
 
     def __init__(self) -> None:
@@ -567,9 +567,9 @@ class Shelf:
 
 def test_without_pickle_only_exported_classes_offer_their_methods(tmp_path: Path) -> None:
     with cluster("a", "b", allow_pickle=False) as workers:
-        shelf = workers["a"].remote("b", Shelf)
+        shelf = workers["a"].remote("b", SegmentPool)
         assert shelf.rpc_sync().count() == 1
-        with pytest.raises(SerializationError, match=r"Shelf\._empty is not exported here"):
+        with pytest.raises(SerializationError, match=r"SegmentPool\._empty is not exported here"):
             shelf.rpc_sync()._empty()
         ones = workers["a"].remote("b", torch.ones, (3,))
         assert ones.rpc_sync().sum() == 3

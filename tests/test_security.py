@@ -16,11 +16,11 @@ from programs import deeds, exported
 from puppets import PATIENCE, Puppet, join, leave, puppets, troupe
 from support import AT_ONCE
 from telegrad import rpc
+from telegrad._transport.dial import Address, dial
+from telegrad._transport.handshake import MAGIC, VERSION, Identity, derive_key
+from telegrad._transport.tls import make_authority, tls_end
 from telegrad._wire.frames import MAGIC as FRAME_MAGIC
 from telegrad.errors import AuthenticationError, SerializationError, TelegradError, UsageError
-from telegrad.transport.dial import Address, dial
-from telegrad.transport.handshake import MAGIC, VERSION, Identity, derive_key
-from telegrad.transport.tls import make_authority, tls_end
 
 MB = 1 << 20
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from programs import deeds, slabs
+from programs import deeds, segments
 from puppets import Puppet, join, leave, puppets, troupe
 from telegrad import rpc
+from telegrad._transport.buffers import size_class
 from telegrad.errors import WorkerLostError
-from telegrad.transport.buffers import size_class
 
 MB = 1 << 20
 NOBODY_CALLS = {"heartbeat": 60.0}  # seconds; a ping after a quarter of them would take along what is posted
@@ -39,7 +39,7 @@ def introduce(*cast: Puppet) -> None:
     names = [f"worker{rank}" for rank in range(len(cast))]
     for name, puppet in zip(names, cast, strict=True):
         others = [other for other in names if other != name]
-        soon(lambda puppet=puppet, others=others: puppet.run(slabs.lanes_open, *others), True)
+        soon(lambda puppet=puppet, others=others: puppet.run(segments.lanes_open, *others), True)
 
 
 # --- a snapshot -----------------------------------------------------------------------------------------------------
@@ -51,80 +51,80 @@ def test_a_tensor_may_be_changed_as_soon_as_it_is_sent(pair: list[Puppet], size:
     introduce(caller, callee)
     callee.signal(signal.SIGSTOP)  # so that it looks at the message when all is over
     try:
-        caller.run(slabs.send_and_change, "worker1", size, before=1, after=2)
-        assert caller.run(slabs.shelf)["out"] == 1, "it went by the lane"
+        caller.run(segments.send_and_change, "worker1", size, before=1, after=2)
+        assert caller.run(segments.shelf)["out"] == 1, "it went by the lane"
     finally:
         callee.signal(signal.SIGCONT)
-    assert caller.run(slabs.answer) == 1
+    assert caller.run(segments.answer) == 1
 
 
 def test_a_result_may_be_changed_as_soon_as_it_is_sent(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    callee.run(slabs.become, 1, MB)
-    caller.run(slabs.ask_for_state, "worker1")
+    callee.run(segments.become, 1, MB)
+    caller.run(segments.ask_for_state, "worker1")
     caller.signal(signal.SIGSTOP)
     try:
-        callee.run(slabs.let_go_on)
-        soon(lambda: callee.run(slabs.shelf)["out"], 1)
-        callee.run(slabs.become, 2, MB)
+        callee.run(segments.let_go_on)
+        soon(lambda: callee.run(segments.shelf)["out"], 1)
+        callee.run(segments.become, 2, MB)
     finally:
         caller.signal(signal.SIGCONT)
-    assert caller.run(slabs.answer) == 1
+    assert caller.run(segments.answer) == 1
 
 
 # --- coming back ----------------------------------------------------------------------------------------------------
 
-GIVEN_BACK = {"slabs": 1, "out": 0, "idle": size_class(MB)}
+GIVEN_BACK = {"segments": 1, "out": 0, "idle": size_class(MB)}
 
 
 def test_a_slab_of_arguments_comes_back_over_an_idle_link(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    assert caller.run(slabs.send, "worker1", MB, 7) == [7]
-    soon(lambda: caller.run(slabs.shelf), GIVEN_BACK)
-    assert callee.run(slabs.borrowed) == 0
+    assert caller.run(segments.send, "worker1", MB, 7) == [7]
+    soon(lambda: caller.run(segments.shelf), GIVEN_BACK)
+    assert callee.run(segments.borrowed) == 0
 
 
 def test_a_slab_of_a_result_comes_back_over_an_idle_link(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    assert caller.run(slabs.fetch, "worker1", MB, 7) == [7]
-    soon(lambda: callee.run(slabs.shelf), GIVEN_BACK)
-    assert caller.run(slabs.borrowed) == 0
+    assert caller.run(segments.fetch, "worker1", MB, 7) == [7]
+    soon(lambda: callee.run(segments.shelf), GIVEN_BACK)
+    assert caller.run(segments.borrowed) == 0
 
 
 def test_a_slab_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    caller.run(slabs.send_to_keep, "worker1", MB, 1, 2, 3)
-    assert caller.run(slabs.shelf)["out"] == 3
-    assert callee.run(slabs.kept_values) == [1, 2, 3]
-    callee.run(slabs.drop_kept)
-    soon(lambda: caller.run(slabs.shelf), {"slabs": 3, "out": 0, "idle": 3 * size_class(MB)})
-    assert caller.run(slabs.send, "worker1", MB, 4, 5, 6) == [4, 5, 6]
-    assert caller.run(slabs.shelf)["slabs"] == 3, "they serve again"
+    caller.run(segments.send_to_keep, "worker1", MB, 1, 2, 3)
+    assert caller.run(segments.shelf)["out"] == 3
+    assert callee.run(segments.kept_values) == [1, 2, 3]
+    callee.run(segments.drop_kept)
+    soon(lambda: caller.run(segments.shelf), {"segments": 3, "out": 0, "idle": 3 * size_class(MB)})
+    assert caller.run(segments.send, "worker1", MB, 4, 5, 6) == [4, 5, 6]
+    assert caller.run(segments.shelf)["segments"] == 3, "they serve again"
 
 
 def test_the_answer_of_a_call_that_timed_out_gives_its_slab_back(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    callee.run(slabs.become, 1, MB)
-    kind, _, _ = caller.run(deeds.outcome, rpc.rpc_sync, "worker1", slabs.hand_out_state, timeout=0.05)
+    callee.run(segments.become, 1, MB)
+    kind, _, _ = caller.run(deeds.outcome, rpc.rpc_sync, "worker1", segments.hand_out_state, timeout=0.05)
     assert kind == "RpcTimeoutError"
-    callee.run(slabs.let_go_on)
-    soon(lambda: callee.run(slabs.shelf), GIVEN_BACK)
+    callee.run(segments.let_go_on)
+    soon(lambda: callee.run(segments.shelf), GIVEN_BACK)
 
 
 def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    assert caller.run(slabs.send, "worker1", MB, *range(10)) == list(range(10))
-    assert callee.run(slabs.mappings) == 10
+    assert caller.run(segments.send, "worker1", MB, *range(10)) == list(range(10))
+    assert callee.run(segments.mappings) == 10
     for puppet in pair:
-        puppet.run(slabs.hurry, 60.0)
+        puppet.run(segments.hurry, 60.0)
     soon(
-        lambda: (caller.run(slabs.shelf)["slabs"], caller.run(slabs.mappings), callee.run(slabs.mappings)),
+        lambda: (caller.run(segments.shelf)["segments"], caller.run(segments.mappings), callee.run(segments.mappings)),
         (0, 0, 0),
         15,
     )
@@ -133,53 +133,53 @@ def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[Puppet]) ->
 def test_beyond_the_last_slab_tensors_go_by_the_socket(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    caller.run(slabs.allow_slabs, 3)
-    assert caller.run(slabs.send, "worker1", MB, *range(10)) == list(range(10))
-    caller.run(slabs.send_to_keep, "worker1", MB, *range(10))
-    assert caller.run(slabs.shelf)["slabs"] == 3
-    assert callee.run(slabs.kept_values) == list(range(10))
+    caller.run(segments.allow_segments, 3)
+    assert caller.run(segments.send, "worker1", MB, *range(10)) == list(range(10))
+    caller.run(segments.send_to_keep, "worker1", MB, *range(10))
+    assert caller.run(segments.shelf)["segments"] == 3
+    assert callee.run(segments.kept_values) == list(range(10))
 
 
 # --- being kept -----------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_that_is_kept_for_long_keeps_its_slab(pair: list[Puppet]) -> None:
+def test_a_tensor_that_is_kept_for_long_keeps_its_segment(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    caller.run(slabs.send_to_keep, "worker1", MB, 1, 2)
-    assert caller.run(slabs.shelf) == {"slabs": 2, "out": 2, "idle": 0}
-    callee.run(slabs.hurry)
-    soon(lambda: caller.run(slabs.shelf), {"slabs": 0, "out": 0, "idle": 0})
-    assert callee.run(slabs.borrowed) == 0
+    caller.run(segments.send_to_keep, "worker1", MB, 1, 2)
+    assert caller.run(segments.shelf) == {"segments": 2, "out": 2, "idle": 0}
+    callee.run(segments.hurry)
+    soon(lambda: caller.run(segments.shelf), {"segments": 0, "out": 0, "idle": 0})
+    assert callee.run(segments.borrowed) == 0
     for value in range(3, 20):
-        assert caller.run(slabs.send, "worker1", MB, value, value + 1) == [value, value + 1]
-    assert callee.run(slabs.kept_values) == [1, 2]
-    callee.run(slabs.drop_kept)
-    soon(lambda: callee.run(slabs.mappings), 0, 15)
+        assert caller.run(segments.send, "worker1", MB, value, value + 1) == [value, value + 1]
+    assert callee.run(segments.kept_values) == [1, 2]
+    callee.run(segments.drop_kept)
+    soon(lambda: callee.run(segments.mappings), 0, 15)
 
 
-def test_a_result_that_is_kept_for_long_keeps_its_slab(pair: list[Puppet]) -> None:
+def test_a_result_that_is_kept_for_long_keeps_its_segment(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    caller.run(slabs.fetch_to_keep, "worker1", MB, 1)
-    caller.run(slabs.hurry)
-    soon(lambda: callee.run(slabs.shelf), {"slabs": 0, "out": 0, "idle": 0})
-    assert caller.run(slabs.fetch, "worker1", MB, *range(2, 20)) == list(range(2, 20))
-    assert caller.run(slabs.kept_values) == [1]
+    caller.run(segments.fetch_to_keep, "worker1", MB, 1)
+    caller.run(segments.hurry)
+    soon(lambda: callee.run(segments.shelf), {"segments": 0, "out": 0, "idle": 0})
+    assert caller.run(segments.fetch, "worker1", MB, *range(2, 20)) == list(range(2, 20))
+    assert caller.run(segments.kept_values) == [1]
 
 
 def test_tensors_outlive_the_job() -> None:
     with puppets(2) as cast:
         join(cast)
         introduce(*cast)
-        cast[0].run(slabs.send_to_keep, "worker1", MB, 1, 2)
-        cast[1].run(slabs.fetch_to_keep, "worker0", MB, 3)
+        cast[0].run(segments.send_to_keep, "worker1", MB, 1, 2)
+        cast[1].run(segments.fetch_to_keep, "worker0", MB, 3)
         leave(cast)
-        assert cast[1].run(slabs.kept_values) == [1, 2, 3]
+        assert cast[1].run(segments.kept_values) == [1, 2, 3]
         join(cast)
         introduce(*cast)
-        assert cast[0].run(slabs.send, "worker1", MB, 7) == [7]
-        assert cast[1].run(slabs.kept_values) == [1, 2, 3]
+        assert cast[0].run(segments.send, "worker1", MB, 7) == [7]
+        assert cast[1].run(segments.kept_values) == [1, 2, 3]
         leave(cast)
 
 
@@ -191,17 +191,17 @@ def test_tensors_outlive_the_process_that_sent_them() -> None:
         join(cast)
         introduce(*cast)
         sender, receiver, third = cast
-        sender.run(slabs.send_to_keep, "worker1", MB, 1, 2)
-        receiver.run(slabs.fetch_to_keep, "worker0", 20 * MB, 3)
+        sender.run(segments.send_to_keep, "worker1", MB, 1, 2)
+        receiver.run(segments.fetch_to_keep, "worker0", 20 * MB, 3)
         sender.kill()
         receiver.wait_for_log("worker 'worker0' is lost")
-        assert receiver.run(slabs.kept_values) == [1, 2, 3]
-        receiver.run(slabs.hurry)
-        assert third.run(slabs.send, "worker1", MB, *range(10)) == list(range(10))
-        soon(lambda: receiver.run(slabs.mappings), 3, 15)  # what the tensors live on, and nothing else
-        assert receiver.run(slabs.kept_values) == [1, 2, 3]
-        receiver.run(slabs.drop_kept)
-        soon(lambda: receiver.run(slabs.mappings), 0)
+        assert receiver.run(segments.kept_values) == [1, 2, 3]
+        receiver.run(segments.hurry)
+        assert third.run(segments.send, "worker1", MB, *range(10)) == list(range(10))
+        soon(lambda: receiver.run(segments.mappings), 3, 15)  # what the tensors live on, and nothing else
+        assert receiver.run(segments.kept_values) == [1, 2, 3]
+        receiver.run(segments.drop_kept)
+        soon(lambda: receiver.run(segments.mappings), 0)
         leave([receiver, third])
 
 
@@ -210,11 +210,11 @@ def test_slabs_that_a_dead_receiver_had_are_let_go() -> None:
         join(cast)
         introduce(*cast)
         sender, receiver, _ = cast
-        sender.run(slabs.send_to_keep, "worker1", MB, 1, 2, 3)
-        assert sender.run(slabs.shelf)["out"] == 3
+        sender.run(segments.send_to_keep, "worker1", MB, 1, 2, 3)
+        assert sender.run(segments.shelf)["out"] == 3
         receiver.kill()
-        soon(lambda: sender.run(slabs.shelf), {"slabs": 0, "out": 0, "idle": 0})
-        assert sender.run(slabs.send, "worker2", MB, 5) == [5]
+        soon(lambda: sender.run(segments.shelf), {"segments": 0, "out": 0, "idle": 0})
+        assert sender.run(segments.send, "worker2", MB, 5) == [5]
         leave([cast[0], cast[2]])
 
 
@@ -224,35 +224,35 @@ def test_slabs_that_a_dead_receiver_had_are_let_go() -> None:
 def test_a_callee_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    callee.run(slabs.refuse_mappings)
+    callee.run(segments.refuse_mappings)
     with pytest.raises(WorkerLostError, match=r"worker 'worker0' took 1,048,576 bytes away: .*Cannot allocate memory"):
-        caller.run(slabs.send, "worker1", MB, 1, 2)
-    soon(lambda: caller.run(slabs.shelf), {"slabs": 2, "out": 0, "idle": 2 * size_class(MB)})
+        caller.run(segments.send, "worker1", MB, 1, 2)
+    soon(lambda: caller.run(segments.shelf), {"segments": 2, "out": 0, "idle": 2 * size_class(MB)})
     assert caller.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3, "the link is as good as before"
-    callee.run(slabs.allow_mappings)
-    assert caller.run(slabs.send, "worker1", MB, 3, 4) == [3, 4]
+    callee.run(segments.allow_mappings)
+    assert caller.run(segments.send, "worker1", MB, 3, 4) == [3, 4]
 
 
 def test_a_caller_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[Puppet]) -> None:
     caller, callee = pair
     introduce(caller, callee)
-    caller.run(slabs.refuse_mappings)
+    caller.run(segments.refuse_mappings)
     with pytest.raises(WorkerLostError, match=r"worker 'worker1' took 1,048,576 bytes away: .*Cannot allocate memory"):
-        caller.run(slabs.fetch, "worker1", MB, 1)
-    soon(lambda: callee.run(slabs.shelf), GIVEN_BACK)
-    caller.run(slabs.allow_mappings)
-    assert caller.run(slabs.fetch, "worker1", MB, 2) == [2]
+        caller.run(segments.fetch, "worker1", MB, 1)
+    soon(lambda: callee.run(segments.shelf), GIVEN_BACK)
+    caller.run(segments.allow_mappings)
+    assert caller.run(segments.fetch, "worker1", MB, 2) == [2]
 
 
 def test_neither_side_collects_descriptors(pair: list[Puppet]) -> None:
     introduce(*pair)
-    pair[0].run(slabs.send, "worker1", MB, *range(5))
+    pair[0].run(segments.send, "worker1", MB, *range(5))
     before = [_files(puppet) for puppet in pair]
     for _ in range(5):
-        pair[0].run(slabs.send, "worker1", MB, *range(5))
-        pair[0].run(slabs.fetch, "worker1", MB, *range(5))
+        pair[0].run(segments.send, "worker1", MB, *range(5))
+        pair[0].run(segments.fetch, "worker1", MB, *range(5))
     sender, receiver = ([name for name in _files(puppet) if "memfd" in name] for puppet in pair)
-    assert 1 < len(sender) <= 12, "one for the proof, one for each slab that is out or waits"
+    assert 1 < len(sender) <= 12, "one for the proof, one for each segment that is out or waits"
     assert len(receiver) <= 12
     assert all(len(_files(puppet)) <= len(files) + 12 for puppet, files in zip(pair, before, strict=True))
 

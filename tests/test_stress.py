@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from programs import deeds, slabs
+from programs import deeds, segments
 from puppets import join, leave, puppets, troupe
 
 pytestmark = pytest.mark.stress
@@ -53,7 +53,9 @@ def test_thirty_two_processes_call_each_other_again_and_again() -> None:
 @pytest.mark.parametrize("way", ["lane", "unix socket", "tcp"])
 def test_a_message_of_more_than_four_gigabytes(way: str) -> None:
     if psutil.virtual_memory().available < 15 * GB:
-        pytest.skip("needs 15 GB of free memory: the message on both sides, or in a slab, and what is kept of the last")
+        pytest.skip(
+            "needs 15 GB of free memory: the message on both sides, or in a segment, and what is kept of the last"
+        )
     with puppets(2) as cast:
         if way != "lane":
             for puppet in cast:
@@ -78,13 +80,13 @@ def test_a_minute_of_everything_at_once() -> None:
 def test_half_a_minute_of_tensors_that_come_go_and_stay() -> None:
     with troupe(3, rpc_timeout=30) as cast:
         for puppet in cast:
-            puppet.run(slabs.hurry, 0.5, 0.5)
-        for rank, one in enumerate([puppet.start(slabs.trade, 3, 30.0, seed) for seed, puppet in enumerate(cast)]):
+            puppet.run(segments.hurry, 0.5, 0.5)
+        for rank, one in enumerate([puppet.start(segments.trade, 3, 30.0, seed) for seed, puppet in enumerate(cast)]):
             print(rank, one.result(120))
         for puppet in cast:
             assert puppet.run(deeds.leftovers) == deeds.NO_LEFTOVERS
             assert "Traceback" not in puppet.log(), puppet.log()
             deadline = time.monotonic() + 30
-            while (left := puppet.run(slabs.mappings)) > 0:
-                assert time.monotonic() < deadline, f"{left} mappings of slabs were left behind"
+            while (left := puppet.run(segments.mappings)) > 0:
+                assert time.monotonic() < deadline, f"{left} mappings of segments were left behind"
                 time.sleep(0.5)

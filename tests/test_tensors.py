@@ -445,7 +445,7 @@ def test_small_middle_and_big_buffers(size, way):
     sent = random_tensor(torch.uint8, size)
     done = assert_trip(sent, lane_limit=100_000)
     assert done.ways == {way}
-    assert [slab.size >= size for slab in done.parcel.slabs] == [True] * (way == "lane")
+    assert [segment.size >= size for segment in done.parcel.segments] == [True] * (way == "lane")
     assert len(done.parcel.stream) == (way == "stream")
 
 
@@ -510,7 +510,7 @@ def test_a_lane_that_takes_nothing_leaves_all_to_the_socket():
     assert asked[0] == (tensor.data_ptr(), 400_000)
     assert [size for _, size in asked] == [400_000, 51_200], "nobody asks for what rides in the header"
     assert packed.buffers == [400_000, b"small", 51_200]
-    assert packed.slabs == []
+    assert packed.segments == []
     assert [memory.nbytes for memory in packed.stream] == [400_000, 51_200]
 
 
@@ -526,10 +526,10 @@ def test_small_buffers_beyond_the_headers_budget_go_another_way():
     assert packed.buffers[-1] == b""
 
 
-def test_a_region_that_several_share_goes_into_one_slab():
+def test_a_region_that_several_share_goes_into_one_segment():
     base = torch.arange(100_000.0)
     done = trip([base[:60_000], base[40_000:], base[::2]], lane_limit=1000)
-    assert len(done.parcel.slabs) == 1
+    assert len(done.parcel.segments) == 1
     left, right, even = done.value
     right[0] = -1
     assert left[40_000] == even[20_000] == -1

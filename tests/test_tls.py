@@ -18,9 +18,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from telegrad.errors import AuthenticationError, ProtocolError, UsageError
-from telegrad.transport.sockets import SocketStream
-from telegrad.transport.tls import (
+from telegrad._transport.sockets import SocketStream
+from telegrad._transport.tls import (
     Authority,
     Certificate,
     TlsEnd,
@@ -30,6 +29,7 @@ from telegrad.transport.tls import (
     make_authority,
     tls_end,
 )
+from telegrad.errors import AuthenticationError, ProtocolError, UsageError
 
 Pair = tuple[TlsStream, TlsStream]
 KEY = b"the key of a job"

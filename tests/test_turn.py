@@ -213,7 +213,7 @@ def test_a_gradient_that_goes_by_the_lane_does_not_wait() -> None:
     assert letter.may_grow
     letter.add(2, {0: None, 1: full(2, 2 * FLOATS_INLINE)})
     assert not letter.may_grow
-    assert len(neighbours.shelf._slabs) == 1
+    assert len(neighbours.shelf._segments) == 1
     payload, tensors = sent(letter, neighbours)
     assert_same(
         unpack(payload.messages, tensors), {1: {0: full(1, FLOATS_INLINE)}, 2: {0: None, 1: full(2, 2 * FLOATS_INLINE)}}

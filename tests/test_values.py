@@ -371,7 +371,7 @@ def test_all_big_buffers_of_a_pickle_go_by_the_lane():
     done = trip(value, lane_limit=20_000)
     assert done.pickled
     assert done.ways == {"lane"}
-    assert [type(buffer) for buffer in done.parcel.body.buffers] == [InPeer] * len(done.parcel.slabs)
+    assert [type(buffer) for buffer in done.parcel.body.buffers] == [InPeer] * len(done.parcel.segments)
     record, array, rest = done.value
     assert record.name == value[0].name
     assert torch.equal(record.tensor, value[0].tensor)
@@ -401,7 +401,7 @@ def test_a_first_attempt_that_failed_leaves_no_slab_behind():
     plain, other = torch.arange(50_000.0), torch.ones(3).as_subclass(Subclass)
     parcel = pack([plain, other], Route(1), codec.encode, neighbours.lane)
     assert parcel.body.pickle >= 0
-    assert len(parcel.slabs) == len(neighbours.shelf._slabs) == 1
+    assert len(parcel.segments) == len(neighbours.shelf._segments) == 1
     body = codec.decode(codec.encode(Reply(1, parcel.body))).body
     _, (tensor, subclass) = receive(body, [], borrowed=neighbours.borrow(body))
     assert torch.equal(tensor, plain)
@@ -416,7 +416,7 @@ def test_a_value_that_cannot_be_sent_leaves_no_slab_behind(allow_pickle):
         with pytest.raises(TelegradError):
             pack(value, Route(1, allow_pickle), codec.encode, neighbours.lane)
     gc.collect()
-    assert len(neighbours.shelf._slabs) == 0
+    assert len(neighbours.shelf._segments) == 0
 
 
 def test_a_lane_that_is_full_in_the_middle_of_a_value():
@@ -424,7 +424,7 @@ def test_a_lane_that_is_full_in_the_middle_of_a_value():
     neighbours = Neighbours(limit=20_000)
 
     def lane(address, size):
-        return neighbours.lane(address, size) if len(neighbours.shelf._slabs) < 3 else None
+        return neighbours.lane(address, size) if len(neighbours.shelf._segments) < 3 else None
 
     parcel = pack(sent, Route(1), codec.encode, lane)
     assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer] * 3 + [int] * 3

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from telegrad._transport.shared_memory import PeerSegments, Segment, SegmentPool
 from telegrad._wire import codec, values
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import Body, InPeer, Reply
 from telegrad._wire.values import Parcel, Route
-from telegrad.transport.lane import Shelf, Slab, Window
 
 #: How many examples a fuzz test runs; `make fuzz` asks for many.
 FUZZ_EXAMPLES = int(os.environ.get("TELEGRAD_FUZZ_EXAMPLES", "300"))
@@ -74,16 +74,16 @@ class Neighbours:
     def __init__(self, limit: int) -> None:
         word = secrets.token_bytes(32)
         self.limit = limit
-        self.shelf = Shelf(word)
-        self.window = Window(os.getpid(), word)
+        self.shelf = SegmentPool(word)
+        self.window = PeerSegments(os.getpid(), word)
 
-    def lane(self, address: int, size: int) -> Slab | None:
+    def lane(self, address: int, size: int) -> Segment | None:
         return self.shelf.put(address, size) if size >= self.limit else None
 
     def borrow(self, body: Body) -> list[Any]:
-        """What of a body lies in slabs, as the receiver sees it."""
+        """What of a body lies in segments, as the receiver sees it."""
         shared = [buffer for buffer in body.buffers if isinstance(buffer, InPeer)]
-        return [self.window.view(buffer.slab, buffer.fd, buffer.size) for buffer in shared]
+        return [self.window.view(buffer.segment, buffer.fd, buffer.size) for buffer in shared]
 
 
 def receive(

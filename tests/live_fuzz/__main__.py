@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from telegrad.transport.lane import Proof
+from telegrad._transport.shared_memory import Proof
 
 from . import functions  # noqa: F401 (what the workers call)
 from .attacker import Attacker, Batch, VictimFailed, VictimProcess

@@ -24,6 +24,8 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad._current import acting_as
+from telegrad._transport.shared_memory import Proof
+from telegrad._transport.sockets import SocketStream, connect_unix, listen_unix
 from telegrad._wire import codec
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import Call, Fetch, Note, NoteAck, RemoteCall, Reply
@@ -32,8 +34,6 @@ from telegrad.agent.agent import Agent, AgentOptions
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.peers import Peer
 from telegrad.errors import ProtocolError, TelegradError
-from telegrad.transport.lane import Proof
-from telegrad.transport.sockets import SocketStream, connect_unix, listen_unix
 from telegrad.worker import Worker
 
 from .adapt import Live

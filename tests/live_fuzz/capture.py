@@ -13,10 +13,10 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad._ids import GlobalId
+from telegrad._transport.shared_memory import Proof
 from telegrad._wire import codec
 from telegrad._wire.frames import PREFIX
 from telegrad._wire.messages import ForkRequest, Message, Note, NotePayload
-from telegrad.transport.lane import Proof
 
 from .workers import RecordedJob, recorded_job
 
@@ -70,7 +70,7 @@ def capture(proof: Proof, rounds: int = 5) -> Corpus:
                     for program in PROGRAMS if allow_pickle else PLAIN_PROGRAMS:
                         with job.on("a"):
                             program(job)
-                keep += job.slabs()
+                keep += job.segments()
                 if number:  # the second job loses a worker
                     _lose_a_worker(job)
             for from_dialler, raw in job.frames():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from telegrad.transport.lane import Proof
-from telegrad.transport.sockets import connect_unix
+from telegrad._transport.shared_memory import Proof
+from telegrad._transport.sockets import connect_unix
 
 from .attacker import Batch, VictimFailed, VictimProcess
 from .mutate import Input

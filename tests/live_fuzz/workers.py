@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from telegrad._current import acting_as
+from telegrad._transport.shared_memory import Proof
+from telegrad._transport.sockets import SocketStream
 from telegrad._wire.frames import PREFIX
 from telegrad._wire.values import Route
 from telegrad.agent.agent import Agent, AgentOptions
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.peers import Peer, WorkerRecord
-from telegrad.transport.lane import Proof
-from telegrad.transport.sockets import SocketStream
 from telegrad.worker import Worker
 
 
@@ -93,9 +93,9 @@ class RecordedJob:
         with acting_as(self._workers[name]) as worker:
             yield worker
 
-    def slabs(self) -> list[Any]:
+    def segments(self) -> list[Any]:
         """Shared memory that frames name; whoever sends them again must keep it."""
-        return [slab for worker in self._workers.values() for slab in worker.agent.bodies.shelf._slabs]
+        return [segment for worker in self._workers.values() for segment in worker.agent.bodies.shelf._segments]
 
     def shutdown(self) -> None:
         workers = list(self._workers.values())

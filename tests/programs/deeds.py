@@ -20,13 +20,13 @@ import torch
 
 from telegrad import rpc
 from telegrad._current import current_worker
+from telegrad._transport import refusals
+from telegrad._transport.dial import Address
+from telegrad._transport.handshake import derive_key
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError
 from telegrad.rpc.rendezvous import Meeting
 from telegrad.rpc.stores import JobStore
-from telegrad.transport import refusals
-from telegrad.transport.dial import Address
-from telegrad.transport.handshake import derive_key
 
 # --- called ---------------------------------------------------------------------------------------------------------
 
@@ -297,8 +297,8 @@ def double_arrays(to: str) -> bool:
 
 def close_lanes() -> None:
     """Publishes a word that nobody finds behind this process's descriptor, as on a host that forbids to look there."""
+    from telegrad._transport.shared_memory import Proof
     from telegrad.rpc import api
-    from telegrad.transport.lane import Proof
 
     class Unreadable(Proof):
         def __init__(self) -> None:

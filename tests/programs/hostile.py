@@ -10,6 +10,8 @@ import torch
 
 from telegrad import rpc
 from telegrad._current import current_worker
+from telegrad._transport.dial import dial
+from telegrad._transport.handshake import JOIN_NONCE, Identity
 from telegrad._wire import codec
 from telegrad._wire.frames import prefix
 from telegrad._wire.messages import Body, Call, InPeer, TensorMeta
@@ -18,8 +20,6 @@ from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import TelegradError
 from telegrad.rpc import api
 from telegrad.rpc.network import Network
-from telegrad.transport.dial import dial
-from telegrad.transport.handshake import JOIN_NONCE, Identity
 
 kept: list[torch.Tensor] = []
 touched: list[str] = []
@@ -52,9 +52,9 @@ def kept_double(tensor: torch.Tensor) -> float:
 def shared_memory_of_this_process() -> dict[str, Any]:
     """What another worker of the job can read in this worker's record, and guess of its descriptors."""
     worker = current_worker()
-    slabs = [(slab.number, slab.fd, slab.size) for slab in worker.agent.bodies.shelf._slabs]
+    segments = [(segment.number, segment.fd, segment.size) for segment in worker.agent.bodies.shelf._segments]
     me = worker.agent.me
-    return {"pid": me.pid, "fd": me.lane_fd, "word": me.lane_word, "slabs": slabs}
+    return {"pid": me.pid, "fd": me.lane_fd, "word": me.lane_word, "segments": segments}
 
 
 def shares_memory_with(other: str) -> bool:
@@ -80,10 +80,10 @@ def claim_the_memory_of(other: dict[str, Any]) -> None:
     api.Proof = Forged  # type: ignore[misc]
 
 
-def name_foreign_memory(victim: str, slab: tuple[int, int, int]) -> tuple[str, str]:
+def name_foreign_memory(victim: str, segment: tuple[int, int, int]) -> tuple[str, str]:
     """Calls a worker with a tensor that is said to lie in another process's shared memory."""
     agent = current_worker().agent
-    number, fd, size = slab
+    number, fd, size = segment
     floats = TensorMeta(dtype_code(), (1000,), 0)
     body = Body(tree=TreeWriter().write((torch.zeros(1), None)), buffers=(InPeer(number, fd, size),), tensors=(floats,))
     peer = agent.peer(victim)

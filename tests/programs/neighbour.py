@@ -8,14 +8,14 @@ import sys
 
 import numpy as np
 
-from telegrad.transport.lane import Proof, Shelf, Slab, can_read
+from telegrad._transport.shared_memory import Proof, Segment, SegmentPool, can_read
 
 NOBODY = 65534
 
 proof = Proof()
-shelf = Shelf(proof.word)
-slabs: dict[int, Slab] = {}
-others: list[int] = []  # descriptors that took a slab's number
+shelf = SegmentPool(proof.word)
+segments: dict[int, Segment] = {}
+others: list[int] = []  # descriptors that took a segment's number
 
 
 def pattern(seed: int, size: int) -> np.ndarray:
@@ -26,27 +26,27 @@ def pattern(seed: int, size: int) -> np.ndarray:
 
 def put(seed: int, size: int) -> str:
     source = pattern(seed, size)
-    slab = shelf.put(source.ctypes.data, size)
-    assert slab is not None
-    slabs[slab.number] = slab
-    return f"{slab.number} {slab.fd}"
+    segment = shelf.put(source.ctypes.data, size)
+    assert segment is not None
+    segments[segment.number] = segment
+    return f"{segment.number} {segment.fd}"
 
 
 def drop(number: int) -> str:
-    """Gives a slab up."""
-    del slabs[number]
+    """Gives a segment up."""
+    del segments[number]
     return "done"
 
 
 def take_back(number: int) -> str:
-    shelf.take_back(slabs.pop(number))
+    shelf.take_back(segments.pop(number))
     return "done"
 
 
 def replace(number: int) -> str:
-    """Gives a slab up, and lets another file have its descriptor."""
-    fd = slabs[number].fd
-    del slabs[number]
+    """Gives a segment up, and lets another file have its descriptor."""
+    fd = segments[number].fd
+    del segments[number]
     other = os.open("/proc/self/maps", os.O_RDONLY) if number % 2 else os.memfd_create("something else")
     if other != fd:
         os.dup2(other, fd)

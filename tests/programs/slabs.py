@@ -1,4 +1,4 @@
-"""What tests of the same-host lane let worker processes do; see ``test_slabs.py``."""
+"""What tests of the same-host lane let worker processes do; see ``test_segments.py``."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from programs.deeds import echo, filled, nothing
 from telegrad import rpc
 from telegrad._current import current_worker
+from telegrad._transport import shared_memory
 from telegrad.agent import agent, bodies
-from telegrad.transport import lane
 
 # --- called ---------------------------------------------------------------------------------------------------------
 
@@ -58,21 +58,21 @@ def lanes_open(*names: str) -> bool:
 
 
 def shelf() -> dict[str, int]:
-    """How many slabs this worker has, how many of them are out, and how many bytes of the others wait."""
+    """How many segments this worker has, how many of them are out, and how many bytes of the others wait."""
     gc.collect()
     worker = current_worker()
     out = sum(len(link.held) for peer in worker.agent.peers for link in peer.links)
     one = worker.agent.bodies.shelf
-    return {"slabs": len(one._slabs), "out": out, "idle": one._idle.bytes}
+    return {"segments": len(one._segments), "out": out, "idle": one._idle.bytes}
 
 
 def borrowed() -> int:
-    """How many slabs of others this worker has not given back."""
+    """How many segments of others this worker has not given back."""
     return len(current_worker().agent.bodies._borrowed)
 
 
 def mappings() -> int:
-    """How many mappings of slabs this process has, its own and those of others."""
+    """How many mappings of segments this process has, its own and those of others."""
     gc.collect()
     with open("/proc/self/maps") as maps:
         return sum("/memfd:telegrad-" in line for line in maps)
@@ -152,22 +152,22 @@ def hurry(kept_seconds: float = 0.05, trim_seconds: float = 0.05) -> None:
     current_worker().agent._next_trim = 0.0
 
 
-def allow_slabs(count: int) -> None:
-    lane._MOST_SLABS = count
+def allow_segments(count: int) -> None:
+    shared_memory._MOST_SLABS = count
 
 
-_view: Callable[..., Any] = lane.Window.view
+_view: Callable[..., Any] = shared_memory.PeerSegments.view
 
 
 def refuse_mappings() -> None:
     def refuse(*_: Any) -> Any:
         raise OSError(12, "Cannot allocate memory")
 
-    lane.Window.view = refuse  # type: ignore[method-assign]
+    shared_memory.PeerSegments.view = refuse  # type: ignore[method-assign]
 
 
 def allow_mappings() -> None:
-    lane.Window.view = _view  # type: ignore[method-assign]
+    shared_memory.PeerSegments.view = _view  # type: ignore[method-assign]
 
 
 # --- for a long time ------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def trade(world_size: int, seconds: float, seed: int) -> dict[str, int]:
         size, value = dice.randrange(40_000, 3_000_000), dice.randrange(256)
         tensor = filled(size, value)
         future = rpc.rpc_async(dice.choice(names), echo, args=(tensor,))
-        if size >= lane.LANE_LIMIT:
+        if size >= shared_memory.LANE_LIMIT:
             tensor.fill_(255 - value)
         back = future.wait()
         assert first_of(back) == value

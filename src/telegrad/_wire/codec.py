@@ -30,7 +30,7 @@ def stream_sizes(message: Message) -> list[int]:
 
 
 def complete(body: Body, streamed: list[Any], borrowed: list[Any]) -> list[Any]:
-    """All buffers of a body in order: those in the header, those after it, those in the peer's slabs."""
+    """All buffers of a body in order: those in the header, those after it, those in the peer's segments."""
     if not streamed and not borrowed:
         return list(body.buffers)
     following, lying = iter(streamed), iter(borrowed)

@@ -13,7 +13,7 @@ Barrier         shutdown           Reply or Failure    yes, the leader counts wo
 Reply, Failure  callee             nothing             an unknown call id is ignored
 Note            anyone             NoteAck             repeated until acknowledged; the receiver takes it once
 NoteAck         receiver of a Note nothing             yes
-Taken           receiver of a body nothing             never repeated: the slab may be out again
+Taken           receiver of a body nothing             never repeated: the segment may be out again
 Goodbye         anyone             nothing             yes
 LaneOpen        anyone             nothing             yes
 =============== ================== =================== ==========================================================
@@ -66,8 +66,8 @@ class TensorMeta(_Record, frozen=True):
 class InPeer(_Record, frozen=True):
     """A buffer in memory that the sender shares with its neighbours (the same-host lane)."""
 
-    slab: Size
-    fd: Size  # the sender's descriptor of the slab
+    segment: Size
+    fd: Size  # the sender's descriptor of the segment
     size: Size
 
 
@@ -167,9 +167,9 @@ class Failure(_Record, frozen=True, tag=5):
 
 
 class Taken(_Record, frozen=True, tag=6):
-    """The receiver needs a slab of the sender no more; or keeps it for good, so that the sender must forget it."""
+    """The receiver needs a segment of the sender no more; or keeps it for good, so that the sender must forget it."""
 
-    slab: int
+    segment: int
     kept: bool = False
 
 
@@ -181,7 +181,7 @@ class Goodbye(_Record, frozen=True, tag=9):
 
 
 class LaneOpen(_Record, frozen=True, tag=11):
-    """The sender can see the receiver's slabs, which may lay big buffers there for it."""
+    """The sender can see the receiver's segments, which may lay big buffers there for it."""
 
 
 class Barrier(_Record, frozen=True, tag=10):

@@ -61,26 +61,26 @@ def in_table(tensor: Tensor) -> bool:
 # --- packing ------------------------------------------------------------------------------------------------------
 
 
-class Slab(Protocol):
+class Segment(Protocol):
     """Memory that the receiver sees too, with a copy of a buffer in it."""
 
     number: int
     fd: int
 
 
-#: Copies (address, size) into a slab; None for a buffer that had better go another way.
-Lane = Callable[[int, int], Slab | None]
+#: Copies (address, size) into a segment; None for a buffer that had better go another way.
+Lane = Callable[[int, int], Segment | None]
 
 
 class Packed:
     """The buffers of one message on their way out."""
 
-    __slots__ = ("_budget", "_lane", "buffers", "slabs", "stream")
+    __slots__ = ("_budget", "_lane", "buffers", "segments", "stream")
 
     def __init__(self, lane: Lane | None = None) -> None:
         self.buffers: list[bytes | int | InPeer] = []
         self.stream: list[memoryview] = []  # follow the header
-        self.slabs: list[Slab] = []
+        self.segments: list[Segment] = []
         self._budget = INLINE_BUDGET
         self._lane = lane
 
@@ -103,9 +103,9 @@ class Packed:
         size = array.nbytes
         if self.inlines(size):
             self.buffers.append(array.tobytes())
-        elif self._lane is not None and (slab := self._lane(array.__array_interface__["data"][0], size)) is not None:
-            self.slabs.append(slab)
-            self.buffers.append(InPeer(slab.number, slab.fd, size))
+        elif self._lane is not None and (segment := self._lane(array.__array_interface__["data"][0], size)) is not None:
+            self.segments.append(segment)
+            self.buffers.append(InPeer(segment.number, segment.fd, size))
         else:
             self.buffers.append(size)
             flat: Any = array.reshape(-1).view(np.uint8)

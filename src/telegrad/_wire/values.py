@@ -17,7 +17,7 @@ from torch import Tensor
 from telegrad._wire.frames import MAX_HEADER
 from telegrad._wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
 from telegrad._wire.pickles import advice_on, dump, load
-from telegrad._wire.tensors import DeviceMap, Lane, NotInTable, Packed, Slab, in_table, no_device_map
+from telegrad._wire.tensors import DeviceMap, Lane, NotInTable, Packed, Segment, in_table, no_device_map
 from telegrad._wire.tensors import pack as pack_tensors
 from telegrad._wire.tensors import unpack as unpack_tensors
 from telegrad._wire.tree import NotPlain, Reference, TreeReader, TreeWriter
@@ -43,7 +43,7 @@ class Parcel:
 
     body: Body = EMPTY_BODY
     stream: Sequence[memoryview] = ()
-    slabs: Sequence[Slab] = ()  # must stay as they are until the receiver gives them back
+    segments: Sequence[Segment] = ()  # must stay as they are until the receiver gives them back
     lent: Sequence[Reference] = ()  # must not go before the answer comes
 
 
@@ -64,11 +64,11 @@ def pack(
     except SerializationError as error:
         raise _located(value, route, encode_tree, error) from error.__cause__
     if not writer.rrefs:
-        return Parcel(body, packed.stream, packed.slabs)
+        return Parcel(body, packed.stream, packed.segments)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
     rrefs = _share(writer.rrefs, route.to, answered)
     lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
-    return Parcel(msgspec.structs.replace(body, rrefs=rrefs), packed.stream, packed.slabs, lent)
+    return Parcel(msgspec.structs.replace(body, rrefs=rrefs), packed.stream, packed.segments, lent)
 
 
 def _write(value: Any, route: Route, encode_tree: Callable[[Any], bytes], packed: Packed) -> tuple[TreeWriter, Body]:
@@ -170,12 +170,12 @@ class Bundle:
     @property
     def is_small(self) -> bool:
         """Whether all of it goes inside the header."""
-        return not (self._packed.stream or self._packed.slabs)
+        return not (self._packed.stream or self._packed.segments)
 
     def parcel(self) -> Parcel:
         packed = self._packed
         body = Body(buffers=tuple(packed.buffers), tensors=self._metas, extra=self._extra)  # type: ignore[arg-type]
-        return Parcel(body, packed.stream, packed.slabs)
+        return Parcel(body, packed.stream, packed.segments)
 
 
 def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFork, ...]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from telegrad._transport import shared_memory
 from telegrad._wire import values
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
@@ -56,7 +57,6 @@ from telegrad.errors import (
     UnknownWorkerError,
     WorkerLostError,
 )
-from telegrad.transport import lane
 
 log = logging.getLogger("telegrad.agent")
 
@@ -196,14 +196,14 @@ class Agent:
         self._adopt(peer, link)
 
     def _adopt(self, peer: Peer, link: Link) -> None:
-        """Tells the peer when we can read its slabs, so that it may lay big buffers there for us.
+        """Tells the peer when we can read its segments, so that it may lay big buffers there for us.
 
         Only on a Unix socket, where the kernel says which process is at the other end: what a peer on another host says
         of a process here would let it read the memory of that process.
         """
         self.liveness.adopt(link)
         record = peer.record
-        if link.pid is not None and lane.can_read(link.pid, record.lane_fd, record.lane_word):
+        if link.pid is not None and shared_memory.can_read(link.pid, record.lane_fd, record.lane_word):
             link.send(LaneOpen())
 
     def _gone(self, peer: Peer, unanswered: str = "") -> WorkerLostError:

@@ -9,27 +9,27 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from telegrad._transport.buffers import BufferPool, Loans
+from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments, Segment, SegmentPool
 from telegrad._wire import codec, values
 from telegrad._wire.by_value import ReceivedFunctions
 from telegrad._wire.messages import Body, InPeer, RRefFork, Taken
 from telegrad.agent.link import Link
 from telegrad.agent.peers import Peer
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
-from telegrad.transport.buffers import BufferPool, Loans
-from telegrad.transport.lane import LANE_LIMIT, Shelf, Slab, Window
 
 Scope = AbstractContextManager[None]
 Incoming = Callable[[int, Any, list[Tensor]], Scope | None]
 
-_KEPT_SECONDS = 30.0  # a tensor that lives longer keeps its slab for good
+_KEPT_SECONDS = 30.0  # a tensor that lives longer keeps its segment for good
 
 
 class _Borrowed(NamedTuple):
-    """A peer's slab, under a tensor of ours."""
+    """A peer's segment, under a tensor of ours."""
 
     link: Link
-    window: Window
-    slab: int
+    window: PeerSegments
+    segment: int
     since: float
 
 
@@ -39,16 +39,16 @@ class Bodies:
     def __init__(self, peer: Callable[[int], Peer], allow_pickle: bool, word: bytes) -> None:
         self._peer = peer
         self.buffers = BufferPool()
-        self.shelf = Shelf(word)
+        self.shelf = SegmentPool(word)
         self.incoming: Incoming | None = None
         self.make_reference: Callable[[RRefFork, int], Any] = _no_references  # with the sender's id
         self._allow_pickle = allow_pickle
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, PeerSegments] = {}
         self._borrowed: Loans[_Borrowed] = Loans()
         self._functions = ReceivedFunctions()
 
     def pack(self, peer: Peer, link: Link, value: Any, answered: bool = False) -> values.Parcel:
-        """The link holds the parcel's slabs until the peer gives them back, or the link breaks.
+        """The link holds the parcel's segments until the peer gives them back, or the link breaks.
 
         ``answered``: the caller holds what the parcel lends until the answer comes.
         """
@@ -58,8 +58,8 @@ class Bodies:
             extra = peer.route.outgoing(peer.id, []) if peer.route.outgoing is not None else None
             return values.EMPTY_PARCEL if extra is None else values.Parcel(Body(extra=extra))
         parcel = values.pack(value, peer.route, codec.encode, self._shelve if link.lane_open else None, answered)
-        for slab in parcel.slabs:
-            link.held[slab.number] = slab
+        for segment in parcel.segments:
+            link.held[segment.number] = segment
         return parcel
 
     def bundle(self, peer: Peer, link: Link, recorded: bool) -> values.Bundle:
@@ -70,17 +70,17 @@ class Bodies:
 
     def close(self, link: Link, bundle: values.Bundle) -> values.Parcel:
         parcel = bundle.parcel()
-        for slab in parcel.slabs:
-            link.held[slab.number] = slab
+        for segment in parcel.segments:
+            link.held[segment.number] = segment
         return parcel
 
-    def _shelve(self, address: int, size: int) -> Slab | None:
+    def _shelve(self, address: int, size: int) -> Segment | None:
         return self.shelf.put(address, size) if size >= LANE_LIMIT else None
 
     def taken(self, link: Link, message: Taken) -> None:
-        slab = link.held.pop(message.slab, None)
-        if slab is not None and not message.kept:
-            self.shelf.take_back(slab)
+        segment = link.held.pop(message.segment, None)
+        if segment is not None and not message.kept:
+            self.shelf.take_back(segment)
 
     def open(self, link: Link, body: Body, streamed: list[Any]) -> tuple[Any, Scope | None]:
         """The value of a body, and the scope in which the incoming interceptor wants it used."""
@@ -106,7 +106,7 @@ class Bodies:
         return self._functions.load(link.peer_id, pickled) if pickled else None
 
     def _borrow(self, link: Link, body: Body) -> list[Any]:
-        """The buffers that lie in the peer's slabs."""
+        """The buffers that lie in the peer's segments."""
         shared = [buffer for buffer in body.buffers if type(buffer) is InPeer]
         if not shared:
             return []
@@ -118,31 +118,31 @@ class Bodies:
         peer = self._peer(link.peer_id)
         window = self._windows.get(peer.id)
         if window is None:
-            window = self._windows[peer.id] = Window(link.pid, peer.record.lane_word)
+            window = self._windows[peer.id] = PeerSegments(link.pid, peer.record.lane_word)
         views: list[Any] = []
         now = time.monotonic()
         for buffer in shared:
             try:
-                memory = window.view(buffer.slab, buffer.fd, buffer.size)
+                memory = window.view(buffer.segment, buffer.fd, buffer.size)
             except OSError as error:
                 for lost in shared[len(views) :]:
-                    link.post(Taken(lost.slab))
+                    link.post(Taken(lost.segment))
                 raise WorkerLostError(f"worker {peer.name!r} took {buffer.size:,} bytes away: {error}") from error
-            self._borrowed.add(memory, _Borrowed(link, window, buffer.slab, now))
+            self._borrowed.add(memory, _Borrowed(link, window, buffer.segment, now))
             views.append(memory)
         return views
 
     def give_back(self) -> None:
-        """Tells the peers which of their slabs are free: with the next message, since a send of its own would only
+        """Tells the peers which of their segments are free: with the next message, since a send of its own would only
         wake them."""
         for loan in self._borrowed.returned():
-            loan.link.post(Taken(loan.slab))
+            loan.link.post(Taken(loan.segment))
 
     def discard(self, link: Link, body: Body) -> None:
         """A body that nobody wants any more: lets go of what it holds over there."""
         for buffer in body.buffers:
             if type(buffer) is InPeer:
-                link.post(Taken(buffer.slab))
+                link.post(Taken(buffer.segment))
         for fork in body.rrefs:
             try:
                 self.make_reference(fork, link.peer_id)
@@ -153,8 +153,8 @@ class Bodies:
         """Called now and then: what was not used for a while goes back to the system, or to its present user."""
         self.give_back()
         for loan in self._borrowed.leave(lambda loan: time.monotonic() - loan.since > _KEPT_SECONDS):
-            loan.window.forget(loan.slab)
-            loan.link.post(Taken(loan.slab, kept=True))
+            loan.window.forget(loan.segment)
+            loan.link.post(Taken(loan.segment, kept=True))
         self.buffers.trim()
         self.shelf.trim()
         for window in list(self._windows.values()):

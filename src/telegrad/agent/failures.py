@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from telegrad._text import printable, printable_lines
+from telegrad._transport.refusals import RefusalLog
 from telegrad._wire.callables import exception_type
 from telegrad._wire.messages import Failure
 from telegrad._wire.values import EMPTY_PARCEL, Parcel
 from telegrad.errors import RemoteError, TelegradError
-from telegrad.transport.refusals import RefusalLog
 
 log = logging.getLogger("telegrad.agent")
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from telegrad._transport.base import Stream
 from telegrad._wire import codec
 from telegrad._wire.frames import Frame, FrameReader, prefix
 from telegrad._wire.messages import Message
@@ -23,7 +24,6 @@ from telegrad.agent.backlog import Work
 from telegrad.agent.pool import Pool
 from telegrad.agent.spin import LONG_BUDGET, Spin
 from telegrad.errors import ProtocolError, UsageError
-from telegrad.transport.base import Stream
 
 _JOIN_BELOW = 64 << 10
 _CORKED_MOST = 256
@@ -38,9 +38,9 @@ class Link(Protocol):
     dialled: bool  # by this side
     pid: int | None  # the peer's process, where the kernel vouches for it: on a Unix socket
     brings_calls: bool  # and not only notes: a thread that served one looks out for the next
-    lane_open: bool  # the peer can read our slabs
+    lane_open: bool  # the peer can read our segments
     heard: bool  # the peer has sent something on it
-    held: dict[int, Any]  # the slabs that the peer has not given back, by number
+    held: dict[int, Any]  # the segments that the peer has not given back, by number
 
     def send(
         self,

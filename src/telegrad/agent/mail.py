@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from telegrad._transport.refusals import RefusalLog
 from telegrad._wire import values
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Note, NoteAck, NotePayload
@@ -19,7 +20,6 @@ from telegrad.agent.notes import Inbox, Outbox
 from telegrad.agent.peers import Peer, PeerState
 from telegrad.agent.pool import Pool
 from telegrad.errors import TelegradError, WorkerLostError
-from telegrad.transport.refusals import RefusalLog
 
 log = logging.getLogger("telegrad.agent")
 

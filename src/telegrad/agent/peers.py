@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from telegrad._transport.dial import Address
 from telegrad._wire.values import Route
-from telegrad.transport.dial import Address
 
 if TYPE_CHECKING:
     from telegrad.agent.link import Link

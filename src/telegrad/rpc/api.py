@@ -18,6 +18,8 @@ import torch
 from telegrad._current import clear_process_worker, current_worker, forget_all, is_initialized, set_process_worker
 from telegrad._ids import MAX_WORKERS
 from telegrad._torch import Store
+from telegrad._transport.handshake import JOIN_NONCE, Identity
+from telegrad._transport.shared_memory import Proof
 from telegrad._wire.tensors import no_device_map
 from telegrad._wire.values import Route
 from telegrad.agent.agent import AgentOptions
@@ -31,8 +33,6 @@ from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import StoreGoneError, identity_in, open_store
 from telegrad.rpc.strangers import Strangers, knock_at
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
-from telegrad.transport.handshake import JOIN_NONCE, Identity
-from telegrad.transport.lane import Proof
 from telegrad.worker import To, Worker, WorkerInfo
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0

@@ -12,18 +12,18 @@ import socket
 import threading
 from pathlib import Path
 
+from telegrad._transport.base import Stream
+from telegrad._transport.dial import Address, dial
+from telegrad._transport.handshake import Identity
+from telegrad._transport.identity import Credentials
+from telegrad._transport.listener import Door, Listener
+from telegrad._transport.sockets import is_loopback, listen_tcp, listen_unix
+from telegrad._transport.tls import Authority, load_authority, load_certificate, make_authority, tls_end
 from telegrad.agent.agent import Agent
 from telegrad.agent.link import Link, StreamLink
 from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
 from telegrad.rpc.options import HOST_VARIABLE, RpcBackendOptions
-from telegrad.transport.base import Stream
-from telegrad.transport.dial import Address, dial
-from telegrad.transport.handshake import Identity
-from telegrad.transport.identity import Credentials
-from telegrad.transport.listener import Door, Listener
-from telegrad.transport.sockets import is_loopback, listen_tcp, listen_unix
-from telegrad.transport.tls import Authority, load_authority, load_certificate, make_authority, tls_end
 
 _MOST_LINKS = 2  # that a worker may make to another: one for its calls, and one if a signal handler dials meanwhile
 

@@ -10,11 +10,11 @@ import msgspec
 
 from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
+from telegrad._transport.dial import Address
+from telegrad._transport.handshake import JOIN_NONCE
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
 from telegrad.rpc.options import check_name
-from telegrad.transport.dial import Address
-from telegrad.transport.handshake import JOIN_NONCE
 
 SIGNATURE_BYTES = hashlib.sha256().digest_size
 _records = msgspec.msgpack.Decoder(WorkerRecord)

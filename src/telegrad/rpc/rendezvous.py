@@ -28,12 +28,12 @@ import msgspec
 
 from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
+from telegrad._transport.handshake import derive_key
 from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.rpc.records import SIGNATURE_BYTES, check_names, check_on_this_host, digest_of, read_record, sign
 from telegrad.rpc.stores import JobStore, StoreGoneError, malformed
 from telegrad.rpc.strangers import Strangers
-from telegrad.transport.handshake import derive_key
 
 log = logging.getLogger("telegrad.rpc")
 

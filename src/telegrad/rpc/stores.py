@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from telegrad._text import printable
 from telegrad._torch import DistNetworkError, FileStore, Store, TCPStore
+from telegrad._transport.sockets import is_loopback
 from telegrad.errors import RendezvousError, UsageError
-from telegrad.transport.sockets import is_loopback
 
 T = TypeVar("T")
 

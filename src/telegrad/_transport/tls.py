@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+from telegrad._transport.sockets import SocketStream
 from telegrad.errors import AuthenticationError, ProtocolError, UsageError
-from telegrad.transport.sockets import SocketStream
 
 __all__ = [
     "Authority",

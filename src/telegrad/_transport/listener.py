@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from telegrad._transport.admission import Admission
+from telegrad._transport.base import Stream
+from telegrad._transport.dial import Address, dial
+from telegrad._transport.handshake import Handshake, Identity, ServerHandshake
+from telegrad._transport.identity import Credentials, credentials_of
+from telegrad._transport.refusals import RefusalLog
+from telegrad._transport.sockets import check_same_user, peer_credentials
+from telegrad._transport.tls import TlsEnd, TlsStream
 from telegrad.errors import TelegradError
-from telegrad.transport.admission import Admission
-from telegrad.transport.base import Stream
-from telegrad.transport.dial import Address, dial
-from telegrad.transport.handshake import Handshake, Identity, ServerHandshake
-from telegrad.transport.identity import Credentials, credentials_of
-from telegrad.transport.refusals import RefusalLog
-from telegrad.transport.sockets import check_same_user, peer_credentials
-from telegrad.transport.tls import TlsEnd, TlsStream
 
 __all__ = ["Address", "Door", "Listener", "dial"]  # the way to the door, and the door
 

@@ -75,25 +75,25 @@ class Idle(Generic[T]):
         self.bytes = 0
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
-        self._slabs: dict[int, list[T]] = {}
+        self._segments: dict[int, list[T]] = {}
         self._spare: dict[int, int] = {}  # how many of a class were idle all the time since the last trim
 
     def take(self, size_class: int) -> T | None:
         with self._lock:
-            slabs = self._slabs.get(size_class)
-            if not slabs:
+            segments = self._segments.get(size_class)
+            if not segments:
                 return None
             self.bytes -= size_class
-            slab = slabs.pop()
-            self._spare[size_class] = min(self._spare.get(size_class, 0), len(slabs))
-            return slab
+            segment = segments.pop()
+            self._spare[size_class] = min(self._spare.get(size_class, 0), len(segments))
+            return segment
 
-    def put(self, size_class: int, slab: T) -> bool:
+    def put(self, size_class: int, segment: T) -> bool:
         """Keeps it for the next; False if there is enough already."""
         with self._lock:
             if self.bytes + size_class > self._keep_bytes:
                 return False
-            self._slabs.setdefault(size_class, []).append(slab)
+            self._segments.setdefault(size_class, []).append(segment)
             self.bytes += size_class
             return True
 
@@ -101,14 +101,14 @@ class Idle(Generic[T]):
         """Gives up what nobody asked for since the last trim."""
         gone: list[T] = []  # freed when the lock is: unmapping takes long
         with self._lock:
-            for size_class, slabs in list(self._slabs.items()):
+            for size_class, segments in list(self._segments.items()):
                 spare = self._spare.get(size_class, 0)
-                gone += slabs[:spare]
-                del slabs[:spare]
+                gone += segments[:spare]
+                del segments[:spare]
                 self.bytes -= spare * size_class
-                self._spare[size_class] = len(slabs)
-                if not slabs:
-                    del self._slabs[size_class], self._spare[size_class]
+                self._spare[size_class] = len(segments)
+                if not segments:
+                    del self._segments[size_class], self._spare[size_class]
 
 
 class BufferPool:
@@ -123,14 +123,14 @@ class BufferPool:
         if size < POOLED_FROM:
             return np.empty(size, np.uint8)
         self._collect()
-        slab = self._idle.take(size_class(size)) or _new_slab(size_class(size))
-        lent = np.frombuffer(slab, np.uint8, size)
-        self._loans.add(lent, slab)
+        segment = self._idle.take(size_class(size)) or _new_segment(size_class(size))
+        lent = np.frombuffer(segment, np.uint8, size)
+        self._loans.add(lent, segment)
         return lent
 
     def _collect(self) -> None:
-        for slab in self._loans.returned():
-            self._idle.put(len(slab), slab)
+        for segment in self._loans.returned():
+            self._idle.put(len(segment), segment)
 
     def trim(self) -> None:
         self._collect()
@@ -140,12 +140,12 @@ class BufferPool:
         return f"<BufferPool lent={len(self._loans)} idle={self._idle.bytes:,} bytes>"
 
 
-def _new_slab(size: int) -> mmap.mmap:
-    slab = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _new_segment(size: int) -> mmap.mmap:
+    segment = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_FROM:
         with contextlib.suppress(OSError, AttributeError):
-            slab.madvise(mmap.MADV_HUGEPAGE)
-    return slab
+            segment.madvise(mmap.MADV_HUGEPAGE)
+    return segment
 
 
 def size_class(size: int) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from telegrad._transport.sockets import peer_credentials
+from telegrad._transport.tls import TlsStream
 from telegrad.errors import AuthenticationError
-from telegrad.transport.sockets import peer_credentials
-from telegrad.transport.tls import TlsStream
 
 __all__ = ["Credentials", "credentials_of"]
 

@@ -10,13 +10,13 @@ from typing import Literal
 
 import msgspec
 
+from telegrad._transport.admission import Admission
+from telegrad._transport.base import Stream
+from telegrad._transport.handshake import ClientHandshake, Handshake, Identity
+from telegrad._transport.identity import Credentials, credentials_of
+from telegrad._transport.sockets import check_same_user, connect_tcp, connect_unix
+from telegrad._transport.tls import TlsEnd, TlsStream
 from telegrad.errors import AuthenticationError, HostUnreachableError, ProtocolError, RpcTimeoutError
-from telegrad.transport.admission import Admission
-from telegrad.transport.base import Stream
-from telegrad.transport.handshake import ClientHandshake, Handshake, Identity
-from telegrad.transport.identity import Credentials, credentials_of
-from telegrad.transport.sockets import check_same_user, connect_tcp, connect_unix
-from telegrad.transport.tls import TlsEnd, TlsStream
 
 __all__ = ["Address", "dial"]
 

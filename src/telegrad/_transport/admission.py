@@ -10,10 +10,10 @@ import socket
 import ssl
 from collections.abc import Callable
 
+from telegrad._transport.handshake import MAX_BUFFERED, Handshake, Identity
+from telegrad._transport.sockets import SocketStream
+from telegrad._transport.tls import TlsEnd, TlsStream
 from telegrad.errors import AuthenticationError, TelegradError
-from telegrad.transport.handshake import MAX_BUFFERED, Handshake, Identity
-from telegrad.transport.sockets import SocketStream
-from telegrad.transport.tls import TlsEnd, TlsStream
 
 __all__ = ["Admission"]
 

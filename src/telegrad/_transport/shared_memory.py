@@ -1,16 +1,16 @@
 """The same-host lane: big buffers travel in memory that both processes see.
 
-A socket copies twice, into the kernel and out of it; here the sender copies once, into a *slab*, and the receiver
+A socket copies twice, into the kernel and out of it; here the sender copies once, into a *segment*, and the receiver
 builds its tensors right on it::
 
-    sender, Shelf                                          receiver, Window
-    1. copies the buffer into a slab (a sealed memfd)
-    2. ── InPeer(slab, fd, size), in the message ──▶       3. maps /proc/<pid>/fd/<fd>, or finds it mapped
+    sender, SegmentPool                                          receiver, PeerSegments
+    1. copies the buffer into a segment (a sealed memfd)
+    2. ── InPeer(segment, fd, size), in the message ──▶       3. maps /proc/<pid>/fd/<fd>, or finds it mapped
                                                            4. a tensor lives on it, for as long as it likes
-    6. the slab is free for the next        ◀── Taken ──   5. the last tensor over it is gone
+    6. the segment is free for the next        ◀── Taken ──   5. the last tensor over it is gone
 
-To touch a slab for the first time costs more than to copy it (64 MiB: 29 ms against 6), so both sides keep theirs
-mapped for the next message.  A slab that is not given back, because the link broke or because the receiver wants to
+To touch a segment for the first time costs more than to copy it (64 MiB: 29 ms against 6), so both sides keep theirs
+mapped for the next message.  A segment that is not given back, because the link broke or because the receiver wants to
 keep it, is the receiver's alone: the sender lets go of it, and the kernel frees it with the receiver's last tensor.
 """
 
@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from telegrad.transport.buffers import Idle, Memory, size_class
-from telegrad.transport.copier import Copier
+from telegrad._transport.buffers import Idle, Memory, size_class
+from telegrad._transport.copier import Copier
 
 LANE_LIMIT = 64 << 10  # below this a socket is as fast
 _MOST_SLABS = 256  # a descriptor each; beyond them buffers go by the socket
@@ -44,7 +44,7 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Proof:
-    """A random word in a memfd, for a peer to read: whoever can, can read our slabs too."""
+    """A random word in a memfd, for a peer to read: whoever can, can read our segments too."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -68,7 +68,7 @@ def can_read(pid: int, fd: int, word: bytes) -> bool:
         os.close(found)
 
 
-class Slab:
+class Segment:
     """Shared memory as its maker sees it.  Dropping it gives it up; the receiver's mapping is its own."""
 
     def __init__(self, number: int, word: bytes, size: int) -> None:
@@ -81,35 +81,35 @@ class Slab:
         self.address = ctypes.addressof(self.memory)
 
 
-class Shelf:
+class SegmentPool:
     """Where a worker lays out what its neighbours may take."""
 
     def __init__(self, word: bytes) -> None:
         self._word = word
         self._numbers = itertools.count(1)
-        self._slabs: weakref.WeakSet[Slab] = weakref.WeakSet()
-        self._idle: Idle[Slab] = Idle(_KEEP_BYTES)
+        self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._idle: Idle[Segment] = Idle(_KEEP_BYTES)
         self._copier = Copier()
 
-    def put(self, address: int, size: int) -> Slab | None:
-        """Copies that memory into a slab; None if there are too many, or the system gives no more."""
+    def put(self, address: int, size: int) -> Segment | None:
+        """Copies that memory into a segment; None if there are too many, or the system gives no more."""
         wanted = size_class(size)
-        slab = self._idle.take(wanted)
-        if slab is None:
-            if len(self._slabs) >= _MOST_SLABS:
+        segment = self._idle.take(wanted)
+        if segment is None:
+            if len(self._segments) >= _MOST_SLABS:
                 self._idle.trim()  # of other sizes
                 return None
             try:
-                slab = Slab(next(self._numbers), self._word, wanted)
+                segment = Segment(next(self._numbers), self._word, wanted)
             except OSError:
                 return None
-            self._slabs.add(slab)
-        self._copier.copy(slab.address, address, size)
-        return slab
+            self._segments.add(segment)
+        self._copier.copy(segment.address, address, size)
+        return segment
 
-    def take_back(self, slab: Slab) -> None:
+    def take_back(self, segment: Segment) -> None:
         """The receiver needs it no more."""
-        self._idle.put(slab.size, slab)
+        self._idle.put(segment.size, segment)
 
     def trim(self) -> None:
         self._idle.trim()
@@ -118,11 +118,11 @@ class Shelf:
         self._copier.close()
 
     def __repr__(self) -> str:
-        return f"<Shelf {len(self._slabs)} slabs, {self._idle.bytes:,} bytes idle>"
+        return f"<SegmentPool {len(self._segments)} segments, {self._idle.bytes:,} bytes idle>"
 
 
-class Window:
-    """One peer's slabs, as a receiver sees them."""
+class PeerSegments:
+    """One peer's segments, as a receiver sees them."""
 
     def __init__(self, pid: int, word: bytes) -> None:
         self._pid = pid
@@ -132,14 +132,14 @@ class Window:
         self._bytes = 0
 
     def view(self, number: int, fd: int, size: int) -> Memory:
-        """The first bytes of a slab.  Raises OSError if the peer has no such slab, or is gone."""
+        """The first bytes of a segment.  Raises OSError if the peer has no such segment, or is gone."""
         with self._lock:
             memory = self._mapped.get(number)
             if memory is None:
                 memory = self._map(number, fd, size)
                 self._bytes += len(memory)
             elif len(memory) < size:
-                raise OSError(f"slab {number} has {len(memory):,} bytes, not {size:,}")
+                raise OSError(f"segment {number} has {len(memory):,} bytes, not {size:,}")
             self._mapped.pop(number, None)
             self._mapped[number] = memory
             while self._bytes > _KEEP_BYTES:
@@ -159,7 +159,7 @@ class Window:
             self._bytes -= len(memory)
 
     def forget(self, number: int) -> None:
-        """The slab will not come again."""
+        """The segment will not come again."""
         with self._lock:
             self._forget(number)
 
@@ -170,7 +170,7 @@ class Window:
                 self._forget(number)
 
     def __repr__(self) -> str:
-        return f"<Window to process {self._pid}: {len(self._mapped)} slabs, {self._bytes:,} bytes>"
+        return f"<PeerSegments to process {self._pid}: {len(self._mapped)} segments, {self._bytes:,} bytes>"
 
 
 def _name(word: bytes, number: int) -> str:
@@ -189,7 +189,7 @@ def _memfd(name: str, size: int) -> int:
 
 
 def _open(pid: int, fd: int, word: bytes, number: int, size: int) -> int:
-    """A descriptor of our own for a slab of another process.
+    """A descriptor of our own for a segment of another process.
 
     By now the number may stand for another file there, so its name must be right; and its owner must not be able to
     shrink it, or touching the end of it would kill us.
@@ -198,9 +198,9 @@ def _open(pid: int, fd: int, word: bytes, number: int, size: int) -> int:
     try:
         name = os.readlink(f"/proc/self/fd/{found}")
         if name != f"/memfd:{_name(word, number)} (deleted)":
-            raise OSError(f"descriptor {fd} of process {pid} is not slab {number}")
+            raise OSError(f"descriptor {fd} of process {pid} is not segment {number}")
         if fcntl.fcntl(found, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(found).st_size < size:
-            raise OSError(f"slab {number} of process {pid} is not a sealed one of {size:,} bytes")
+            raise OSError(f"segment {number} of process {pid} is not a sealed one of {size:,} bytes")
     except BaseException:
         os.close(found)
         raise
