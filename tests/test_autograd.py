@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import autograd, rpc
+from telegrad._agent.loopback import MemoryLink
 from telegrad._wire import messages
-from telegrad.agent.memory import MemoryLink
 from telegrad.errors import MissingGradientError
 from telegrad.rpc.functions import async_execution
 from telegrad.testing import Cluster, cluster

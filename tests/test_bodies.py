@@ -1,4 +1,4 @@
-"""Bodies over one link: which buffers go by the lane, when their segments come back, and when they do not."""
+"""Marshal over one link: which buffers go by the lane, when their segments come back, and when they do not."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from telegrad._agent.marshal import Marshal
+from telegrad._agent.peers import Peer, WorkerRecord
 from telegrad._ids import GlobalId
 from telegrad._transport import shared_memory
 from telegrad._transport.buffers import size_class
@@ -19,9 +21,6 @@ from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments
 from telegrad._wire import codec
 from telegrad._wire.messages import Body, InPeer, Node, Reply, RRefFork, Taken
 from telegrad._wire.values import EMPTY_PARCEL, Parcel, Route
-from telegrad.agent import bodies
-from telegrad.agent.bodies import Bodies
-from telegrad.agent.peers import Peer, WorkerRecord
 from telegrad.errors import ProtocolError, SerializationError, WorkerLostError
 
 BIG = 100_000  # bytes
@@ -49,8 +48,8 @@ class Pair:
         self.out, self.back = FakeLink(1, lane_open), FakeLink(0, pid=os.getpid())
         self.to = Peer(WorkerRecord(1, "receiver"), Route(1))
         self.peers = {0: Peer(WorkerRecord(0, "sender", pid=os.getpid(), lane_word=WORD), Route(0)), 1: self.to}
-        self.sender = Bodies(self.peers.__getitem__, True, WORD)
-        self.receiver = Bodies(self.peers.__getitem__, True, bytes(32))
+        self.sender = Marshal(self.peers.__getitem__, True, WORD)
+        self.receiver = Marshal(self.peers.__getitem__, True, bytes(32))
 
     def pack(self, value: Any) -> Parcel:
         return self.sender.pack(self.to, self.out, value)
@@ -142,7 +141,7 @@ def test_the_process_is_the_one_at_the_other_end_whatever_the_record_says(pair: 
 
 
 def test_beyond_the_last_slab_buffers_go_by_the_socket(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "_MOST_SLABS", 2)
+    monkeypatch.setattr(shared_memory, "_MOST_SEGMENTS", 2)
     parcel = pair.pack([tensor(number) for number in range(5)])
     assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer] * 2 + [int] * 3
     got = pair.open(parcel)

@@ -10,7 +10,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad.agent.calls import Calls
+from telegrad._agent.calls import Calls
 
 workers = st.integers(0, 2)
 moments = st.integers(0, 20)

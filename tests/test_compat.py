@@ -22,7 +22,7 @@ import torch
 import telegrad.rpc
 from puppets import PROGRAMS, clean_environment
 from support import AT_ONCE, Gate, eventually, pass_through
-from telegrad.agent import barrier
+from telegrad._agent import barrier
 from telegrad.cli import main
 from telegrad.compat import autograd, nn, optim, rpc, words
 from telegrad.compat.children import SITE, VARIABLE, adopt_children

@@ -10,10 +10,10 @@ import pytest
 
 from support import PATIENCE, eventually, in_thread
 from telegrad import rpc
-from telegrad.agent import agent as agent_module
-from telegrad.agent.agent import Agent
-from telegrad.agent.link import Link
-from telegrad.agent.peers import Peer, PeerState
+from telegrad._agent import agent as agent_module
+from telegrad._agent.agent import Agent
+from telegrad._agent.link import Link
+from telegrad._agent.peers import Peer, PeerState
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 

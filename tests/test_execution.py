@@ -17,10 +17,10 @@ from torch import Tensor
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, rpc
+from telegrad._agent.marshal import Marshal
 from telegrad._wire import by_value, callables
 from telegrad._wire.by_value import pickle_of
 from telegrad._wire.messages import Call
-from telegrad.agent.bodies import Bodies
 from telegrad.errors import RpcTimeoutError, SerializationError, TelegradError, UsageError
 from telegrad.testing import Cluster, cluster
 
@@ -60,13 +60,13 @@ class Counter:
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The bodies of requests that were opened."""
     bodies: list[Any] = []
-    real = Bodies.open
+    real = Marshal.open
 
-    def record(self: Bodies, link: Any, body: Any, streamed: Any) -> Any:
+    def record(self: Marshal, link: Any, body: Any, streamed: Any) -> Any:
         bodies.append(body)
         return real(self, link, body, streamed)
 
-    monkeypatch.setattr(Bodies, "open", record)
+    monkeypatch.setattr(Marshal, "open", record)
     return bodies
 
 

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+from telegrad._agent.failures import copy_of, failure_of, let_go_of_frames, rebuild, story_of
 from telegrad._wire import codec
 from telegrad._wire.messages import Failure
 from telegrad._wire.values import Parcel, Route, pack, unpack
-from telegrad.agent.failures import copy_of, failure_of, let_go_of_frames, rebuild, story_of
 from telegrad.errors import RemoteError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 
 

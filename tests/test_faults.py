@@ -13,6 +13,7 @@ import pytest
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
+from telegrad._agent import mail
 from telegrad._wire.messages import (
     Call,
     ChildConfirmed,
@@ -25,7 +26,6 @@ from telegrad._wire.messages import (
     Reply,
     UserDelete,
 )
-from telegrad.agent import mail
 from telegrad.errors import RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 

@@ -16,6 +16,10 @@ import torch
 
 from support import PATIENCE, assert_no_references, eventually, in_thread
 from telegrad import autograd, rpc
+from telegrad._agent import failures, notes
+from telegrad._agent.link import StreamLink
+from telegrad._agent.notes import Inbox
+from telegrad._agent.pool import Pool
 from telegrad._ids import GlobalId, PassId
 from telegrad._transport.refusals import LINES, RefusalLog
 from telegrad._transport.sockets import SocketStream
@@ -35,10 +39,6 @@ from telegrad._wire.messages import (
     TensorMeta,
 )
 from telegrad._wire.values import tensors_of
-from telegrad.agent import failures, notes
-from telegrad.agent.link import StreamLink
-from telegrad.agent.notes import Inbox
-from telegrad.agent.pool import Pool
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 from telegrad.rref import ledger
 from telegrad.testing import Cluster, cluster

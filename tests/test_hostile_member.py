@@ -16,6 +16,7 @@ from torch import Tensor
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, pass_through
 from telegrad import autograd, rpc
+from telegrad._agent.futures import Future
 from telegrad._ids import GlobalId, PassId
 from telegrad._wire.messages import (
     Barrier,
@@ -46,7 +47,6 @@ from telegrad._wire.messages import (
     UserDelete,
 )
 from telegrad._wire.tree import TreeWriter
-from telegrad.agent.futures import Future
 from telegrad.autograd.context import Send
 from telegrad.errors import TelegradError, WorkerLostError
 from telegrad.testing import Cluster, cluster

@@ -31,18 +31,18 @@ LAYERS = [line.split() for line in """
     telegrad._transport.dial
     telegrad._transport.listener
     telegrad._current
-    telegrad.agent
-    telegrad.agent.calls  telegrad.agent.clock  telegrad.agent.failures  telegrad.agent.notes  telegrad.agent.peers
-    telegrad.agent.alarm  telegrad.agent.futures  telegrad.agent.spin
-    telegrad.agent.waking
-    telegrad.agent.look
-    telegrad.agent.backlog
-    telegrad.agent.pool
-    telegrad.agent.coroutines  telegrad.agent.link  telegrad.agent.memory
-    telegrad.agent.bodies  telegrad.agent.liveness  telegrad.agent.outcomes
-    telegrad.agent.mail
-    telegrad.agent.agent
-    telegrad.agent.barrier  telegrad.agent.execution
+    telegrad._agent
+    telegrad._agent.calls  telegrad._agent.clock  telegrad._agent.failures  telegrad._agent.notes  telegrad._agent.peers
+    telegrad._agent.alarm  telegrad._agent.futures  telegrad._agent.spin
+    telegrad._agent.waking
+    telegrad._agent.look
+    telegrad._agent.backlog
+    telegrad._agent.pool
+    telegrad._agent.coroutines  telegrad._agent.link  telegrad._agent.loopback
+    telegrad._agent.marshal  telegrad._agent.liveness  telegrad._agent.outcomes
+    telegrad._agent.mail
+    telegrad._agent.agent
+    telegrad._agent.barrier  telegrad._agent.dispatch
     telegrad.rref
     telegrad.rref.forks  telegrad.rref.instructions
     telegrad.rref.ledger
@@ -173,7 +173,7 @@ def test_a_module_imports_only_what_stands_above_it(module):
 @pytest.mark.parametrize(
     ("code", "named"),
     [
-        ("from telegrad.agent.agent import Agent", "telegrad.agent.agent"),
+        ("from telegrad._agent.agent import Agent", "telegrad._agent.agent"),
         ("import telegrad.worker", "telegrad.worker"),
         ("from telegrad import rpc", "telegrad.rpc"),
         ("from telegrad._wire import values", "telegrad._wire.values"),

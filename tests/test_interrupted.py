@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from support import PATIENCE, assert_no_references, eventually
+from telegrad._agent.outcomes import Outcomes
+from telegrad._agent.pool import Pool
 from telegrad._wire.messages import Failure
-from telegrad.agent.outcomes import Outcomes
-from telegrad.agent.pool import Pool
 from telegrad.errors import SerializationError
 from telegrad.optim.owners import ask_all
 from telegrad.rpc.options import RpcBackendOptions

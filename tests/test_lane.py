@@ -357,7 +357,7 @@ def test_a_mapping_that_the_system_refuses(
             return shared_memory._NO_ADDRESS
 
     with monkeypatch.context() as patch:
-        patch.setattr(lane, "_libc", Refusing)
+        patch.setattr(shared_memory, "_libc", Refusing)
         with pytest.raises(OSError, match=f"mapping {segment.size:,} bytes: Cannot allocate memory"):
             look(window, segment, 100_000)
         before = descriptors()
@@ -399,7 +399,7 @@ def test_a_window_keeps_no_more_bytes_than_allowed(
     shelf: SegmentPool, window: PeerSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = size_class(100_000)
-    monkeypatch.setattr(lane, "_KEEP_BYTES", 3 * size)
+    monkeypatch.setattr(shared_memory, "_KEEP_BYTES", 3 * size)
     segments = [lay(shelf, seed, 100_000) for seed in range(4)]
     for segment in segments[:3]:
         look(window, segment, 100_000)
@@ -416,7 +416,7 @@ def test_a_window_keeps_no_more_bytes_than_allowed(
 def test_a_slab_that_is_bigger_than_all_that_may_be_kept(
     shelf: SegmentPool, window: PeerSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lane, "_KEEP_BYTES", 100_000)
+    monkeypatch.setattr(shared_memory, "_KEEP_BYTES", 100_000)
     segment = lay(shelf, 1, 200_000)
     view = look(window, segment, 200_000)
     assert repr(window) == f"<PeerSegments to process {ME}: 0 segments, 0 bytes>"
@@ -515,7 +515,7 @@ def test_a_number_never_comes_again(shelf: SegmentPool) -> None:
 
 
 def test_too_many_segments(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "_MOST_SLABS", 3)
+    monkeypatch.setattr(shared_memory, "_MOST_SEGMENTS", 3)
     segments = [lay(shelf, seed, 100_000) for seed in range(3)]
     source = pattern(9, 100_000)
     assert shelf.put(source.ctypes.data, source.nbytes) is None
@@ -527,7 +527,7 @@ def test_too_many_segments(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_idle_slabs_give_way_to_those_of_another_size(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "_MOST_SLABS", 3)
+    monkeypatch.setattr(shared_memory, "_MOST_SEGMENTS", 3)
     for segment in [lay(shelf, seed, 100_000) for seed in range(3)]:
         shelf.take_back(segment)
     del segment
@@ -537,7 +537,7 @@ def test_idle_slabs_give_way_to_those_of_another_size(shelf: SegmentPool, monkey
 
 
 def test_a_shelf_keeps_no_more_bytes_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lane, "_KEEP_BYTES", 2 * size_class(100_000))
+    monkeypatch.setattr(shared_memory, "_KEEP_BYTES", 2 * size_class(100_000))
     shelf = SegmentPool(WORD)
     for segment in [lay(shelf, seed, 100_000) for seed in range(5)]:
         shelf.take_back(segment)
@@ -590,8 +590,8 @@ def test_a_new_program_does_not_inherit_a_segment(shelf: SegmentPool) -> None:
 def test_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each lays and looks, keeps some views, gives most segments back and drops some: nobody sees another's bytes."""
     size = size_class(4 * LANE_LIMIT)
-    monkeypatch.setattr(lane, "_KEEP_BYTES", 8 * size)  # so that mappings and segments come and go
-    monkeypatch.setattr(lane, "_MOST_SLABS", 40)
+    monkeypatch.setattr(shared_memory, "_KEEP_BYTES", 8 * size)  # so that mappings and segments come and go
+    monkeypatch.setattr(shared_memory, "_MOST_SEGMENTS", 40)
     shelf, window = SegmentPool(WORD), PeerSegments(ME, WORD)
 
     def work(thread: int) -> int:

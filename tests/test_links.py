@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 
 from support import AT_ONCE, PATIENCE, eventually, in_thread, no_new_threads
+from telegrad._agent.agent import Agent
+from telegrad._agent.backlog import Work
+from telegrad._agent.link import StreamLink
+from telegrad._agent.loopback import Direct, connect
+from telegrad._agent.pool import Pool
 from telegrad._transport.buffers import BufferPool
 from telegrad._transport.shared_memory import SegmentPool
 from telegrad._transport.sockets import SocketStream, connect_tcp, listen_tcp
 from telegrad._transport.tls import TlsStream, make_authority, tls_end
 from telegrad._wire.frames import PREFIX, Frame, prefix
 from telegrad._wire.messages import Body, Call, Goodbye, Node, Reply
-from telegrad.agent.agent import Agent
-from telegrad.agent.backlog import Work
-from telegrad.agent.link import StreamLink
-from telegrad.agent.memory import Direct, connect
-from telegrad.agent.pool import Pool
 from telegrad.errors import UsageError
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from telegrad._agent.liveness import Liveness
+from telegrad._agent.loopback import Direct, MemoryLink
+from telegrad._agent.peers import Peer, WorkerRecord
+from telegrad._agent.pool import Pool
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire.values import Route
-from telegrad.agent.liveness import Liveness
-from telegrad.agent.memory import Direct, MemoryLink
-from telegrad.agent.peers import Peer, WorkerRecord
-from telegrad.agent.pool import Pool
 
 HOST_SECONDS = 8.0
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-import telegrad.agent.look
+import telegrad._agent.look
 from support import PATIENCE, eventually
-from telegrad.agent.look import Look, should_join
+from telegrad._agent.look import Look, should_join
 
 
 def test_a_count_is_unchanged_from_the_first_look_on() -> None:
@@ -83,7 +83,7 @@ def one_that_needs_no_gil() -> object:
 def test_those_that_need_no_gil_are_to_be_joined_where_there_is_a_core(
     monkeypatch: pytest.MonkeyPatch, is_free: bool
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.look, "_is_a_core_free", lambda: is_free)
+    monkeypatch.setattr(telegrad._agent.look, "_is_a_core_free", lambda: is_free)
     with thread_that(one_that_needs_no_gil) as computes:
         answers = [should_join([computes]) for _ in range(50)]
     assert (sum(answers) > 25) == is_free
@@ -92,7 +92,7 @@ def test_those_that_need_no_gil_are_to_be_joined_where_there_is_a_core(
 def test_a_core_is_free_when_less_runs_than_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     cores = len(os.sched_getaffinity(0))
     for running, is_free in (1, True), (cores, True), (cores + 1, False):
-        monkeypatch.setattr(telegrad.agent.look, "_read", lambda _, n=running: b"0.5 0.5 0.5 %d/99 1234" % n)
-        assert telegrad.agent.look._is_a_core_free() is is_free
-    monkeypatch.setattr(telegrad.agent.look, "_read", lambda _: b"")
-    assert telegrad.agent.look._is_a_core_free(), "nobody knows"
+        monkeypatch.setattr(telegrad._agent.look, "_read", lambda _, n=running: b"0.5 0.5 0.5 %d/99 1234" % n)
+        assert telegrad._agent.look._is_a_core_free() is is_free
+    monkeypatch.setattr(telegrad._agent.look, "_read", lambda _: b"")
+    assert telegrad._agent.look._is_a_core_free(), "nobody knows"

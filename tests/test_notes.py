@@ -8,9 +8,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
+from telegrad._agent.notes import Inbox, Outbox
 from telegrad._ids import GlobalId
 from telegrad._wire.messages import ForkAccepted, Note
-from telegrad.agent.notes import Inbox, Outbox
 
 SENDER, RECEIVER = 1, 2
 PAUSE = 1.0

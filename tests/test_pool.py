@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-import telegrad.agent.backlog
-import telegrad.agent.pool
+import telegrad._agent.backlog
+import telegrad._agent.pool
 from support import AT_ONCE, PATIENCE, eventually, no_new_threads
-from telegrad.agent.backlog import Backlog, UserCall, Watch, Work
-from telegrad.agent.pool import Pool
+from telegrad._agent.backlog import Backlog, UserCall, Watch, Work
+from telegrad._agent.pool import Pool
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,8 @@ def call(action: Callable[[], Any]) -> UserCall:
 
 def set_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Of pools that are made from now on."""
-    monkeypatch.setattr(telegrad.agent.backlog, "PATIENCE", seconds)
-    monkeypatch.setattr(telegrad.agent.pool, "PATIENCE", seconds)
+    monkeypatch.setattr(telegrad._agent.backlog, "PATIENCE", seconds)
+    monkeypatch.setattr(telegrad._agent.pool, "PATIENCE", seconds)
 
 
 class Bell:
@@ -158,7 +158,7 @@ def test_rule_2_at_most_the_limit_runs_at_once(make: Callable[[int], Pool]) -> N
 @pytest.fixture
 def _without_rule_4(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limit never gives way by itself."""
-    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", 10 * PATIENCE)
+    monkeypatch.setattr(telegrad._agent.backlog, "_STUCK", 10 * PATIENCE)
 
 
 @pytest.mark.usefixtures("_without_rule_4")
@@ -320,9 +320,9 @@ def test_rule_3_others_join_only_where_that_may_help(
         looks.append(threads)
         return joins
 
-    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", PATIENCE)
-    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", PATIENCE)
-    monkeypatch.setattr(telegrad.agent.backlog, "should_join", should_join)
+    monkeypatch.setattr(telegrad._agent.backlog, "_SLOW", PATIENCE)
+    monkeypatch.setattr(telegrad._agent.backlog, "_STUCK", PATIENCE)
+    monkeypatch.setattr(telegrad._agent.backlog, "should_join", should_join)
     pool, threads, looked = make(4), list[int](), threading.Event()
 
     def work() -> None:
@@ -337,7 +337,7 @@ def test_rule_3_others_join_only_where_that_may_help(
 
 
 def test_rule_3_others_join_in_the_end(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telegrad.agent.backlog, "should_join", lambda threads: False)
+    monkeypatch.setattr(telegrad._agent.backlog, "should_join", lambda threads: False)
     pool, crowd = make(4), Crowd()
     pool.submit_all([call(crowd) for _ in range(4)])
     assert eventually(lambda: crowd.inside == 4)
@@ -349,7 +349,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody joins in because others make no progress."""
     set_patience(monkeypatch, 2 * PATIENCE)
     for name in ("_SLOW", "_STUCK"):
-        monkeypatch.setattr(telegrad.agent.backlog, name, 2 * PATIENCE)
+        monkeypatch.setattr(telegrad._agent.backlog, name, 2 * PATIENCE)
 
 
 @pytest.mark.usefixtures("_patient")
@@ -415,8 +415,8 @@ def test_rule_3_who_drains_the_queue_is_replaced_when_it_waits_for_another_worke
 def test_rule_3_progress_does_not_keep_others_from_what_is_queued_for_long(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch, is_call: bool
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.backlog, "should_join", lambda threads: False)
-    monkeypatch.setattr(telegrad.agent.backlog, "_SLOW", 1.0)
+    monkeypatch.setattr(telegrad._agent.backlog, "should_join", lambda threads: False)
+    monkeypatch.setattr(telegrad._agent.backlog, "_SLOW", 1.0)
     pool, joined = make(4), threading.Event()
 
     def work() -> None:
@@ -482,7 +482,7 @@ def fill(pool: Pool, crowd: Crowd, count: int) -> None:
 
 def test_rule_4_the_limit_stands_for_a_while(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
     """However the call has come."""
-    monkeypatch.setattr(telegrad.agent.backlog, "_STUCK", PATIENCE)
+    monkeypatch.setattr(telegrad._agent.backlog, "_STUCK", PATIENCE)
     pool, crowd, began = make(2), Crowd(), threading.Event()
     fill(pool, crowd, 2)
     bell = Bell(pool)
@@ -679,18 +679,18 @@ def test_a_thread_that_looked_in_vain_for_a_moment_stays(make: Callable[[int], P
 
 
 def test_a_surplus_thread_leaves_after_long(make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "_IDLE_SECONDS", 0.02)
+    monkeypatch.setattr(telegrad._agent.pool, "_IDLE_SECONDS", 0.02)
     pool = idle_threads(make, 8)
-    assert eventually(lambda: len(pool._threads) <= telegrad.agent.pool._SPARE)
+    assert eventually(lambda: len(pool._threads) <= telegrad._agent.pool._SPARE)
 
 
 def test_a_surplus_thread_leaves_even_if_each_is_woken_now_and_then(
     make: Callable[[int], Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telegrad.agent.pool, "_IDLE_SECONDS", 0.2)
+    monkeypatch.setattr(telegrad._agent.pool, "_IDLE_SECONDS", 0.2)
     pool = idle_threads(make, 8)
     deadline = time.monotonic() + PATIENCE
-    while len(pool._threads) > telegrad.agent.pool._SPARE:
+    while len(pool._threads) > telegrad._agent.pool._SPARE:
         assert time.monotonic() < deadline
         os.eventfd_write(pool._waking._bell, 8)  # one wakes another, until all were awake
         time.sleep(0.005)

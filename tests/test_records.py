@@ -15,9 +15,9 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from support import PATIENCE
+from telegrad._agent.peers import WorkerRecord
 from telegrad._text import printable
 from telegrad._transport.dial import Address
-from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.launch import free_port
 from telegrad.rpc.records import check_on_this_host, link_key

@@ -18,9 +18,9 @@ import torch
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import rpc
+from telegrad._agent.failures import let_go_of_frames
 from telegrad._ids import GlobalId
 from telegrad._wire.messages import Fetch, RemoteCall
-from telegrad.agent.failures import let_go_of_frames
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.optim import DistributedOptimizer
 from telegrad.rref.references import Owned
@@ -499,7 +499,7 @@ def test_the_creator_goes_while_its_call_runs(trio: Cluster, leaves: bool) -> No
 
 
 def test_the_creator_dies_while_its_call_waits_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("telegrad.agent.backlog._STUCK", PATIENCE)
+    monkeypatch.setattr("telegrad._agent.backlog._STUCK", PATIENCE)
     gate = Gate()
     with cluster("a", "b", "c", timeout=PATIENCE, threads=1) as workers, workers.on("a"):
         first = rpc.rpc_async("b", pass_through, (gate,))

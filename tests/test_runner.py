@@ -18,10 +18,10 @@ from torch.nn import functional
 
 from support import PATIENCE, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, rpc
+from telegrad._agent.backlog import Work
 from telegrad._ids import PassId
 from telegrad._wire.messages import Gradients, PassHead
 from telegrad._wire.values import Bundle, Route
-from telegrad.agent.backlog import Work
 from telegrad.autograd import graph, runner
 from telegrad.autograd.context import Context
 from telegrad.autograd.graph import Unit

@@ -13,9 +13,9 @@ import torch
 
 from support import AT_ONCE, PATIENCE, Gate, eventually, in_thread, no_new_threads, our_threads, pass_through
 from telegrad import rpc
+from telegrad._agent import barrier
+from telegrad._agent.barrier import BarrierLeader
 from telegrad._wire.messages import Barrier, Reply
-from telegrad.agent import barrier
-from telegrad.agent.barrier import BarrierLeader
 from telegrad.errors import NotInitializedError, RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 from telegrad.worker import missing_at_barrier

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from support import in_thread
-from telegrad.agent import spin
-from telegrad.agent.spin import Spin
+from telegrad._agent import spin
+from telegrad._agent.spin import Spin
 
 
 class Place:

@@ -1119,7 +1119,7 @@ def test_fuzz_trees(canary, tree, index, pickle_buffers, with_tensor):
 
 @functools.cache
 def parcels(pickled):
-    """Bodies of plain data, and one that holds the canary where a pickle belongs."""
+    """Marshal of plain data, and one that holds the canary where a pickle belongs."""
     parts = [[1, {"a": (2.5, None), "b": {1, 2}}], [torch.ones(2), torch.ones(3, 4).t(), slice(1, 2)], list(PLAIN)]
     bodies = [pack(part, Route(1), codec.encode).body for part in parts]
     bodies.append(Body(None, 0, (), (pickled,)))

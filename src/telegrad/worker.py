@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
+from telegrad._agent.agent import Agent, AgentOptions
+from telegrad._agent.barrier import BarrierLeader, go_round, leader_of, repeated_notice
+from telegrad._agent.calls import Waiting
+from telegrad._agent.dispatch import run_call
+from telegrad._agent.futures import Future
+from telegrad._agent.link import Link, StreamLink
+from telegrad._agent.loopback import Direct, connect
+from telegrad._agent.outcomes import Ticket
+from telegrad._agent.peers import Peer, PeerState, WorkerRecord
 from telegrad._current import adopt, current_worker
 from telegrad._ids import GlobalId
 from telegrad._wire.by_value import pickle_of
 from telegrad._wire.callables import export, name_of
 from telegrad._wire.messages import Call, Fetch, RemoteCall
 from telegrad._wire.values import Route
-from telegrad.agent.agent import Agent, AgentOptions
-from telegrad.agent.barrier import BarrierLeader, go_round, leader_of, repeated_notice
-from telegrad.agent.calls import Waiting
-from telegrad.agent.execution import run_call
-from telegrad.agent.futures import Future
-from telegrad.agent.link import Link, StreamLink
-from telegrad.agent.memory import Direct, connect
-from telegrad.agent.outcomes import Ticket
-from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.autograd.api import backward
 from telegrad.autograd.engine import Engine
 from telegrad.errors import (

@@ -23,6 +23,9 @@ import numpy as np
 import torch
 
 from telegrad import autograd, rpc
+from telegrad._agent.agent import Agent, AgentOptions
+from telegrad._agent.link import Link, StreamLink
+from telegrad._agent.peers import Peer
 from telegrad._current import acting_as
 from telegrad._transport.shared_memory import Proof
 from telegrad._transport.sockets import SocketStream, connect_unix, listen_unix
@@ -30,9 +33,6 @@ from telegrad._wire import codec
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import Call, Fetch, Note, NoteAck, RemoteCall, Reply
 from telegrad._wire.values import Route, pack
-from telegrad.agent.agent import Agent, AgentOptions
-from telegrad.agent.link import Link, StreamLink
-from telegrad.agent.peers import Peer
 from telegrad.errors import ProtocolError, TelegradError
 from telegrad.worker import Worker
 

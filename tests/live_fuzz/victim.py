@@ -25,12 +25,12 @@ from typing import Any
 import psutil
 import torch
 
+from telegrad._agent.agent import Agent, AgentOptions
+from telegrad._agent.link import Link, StreamLink
+from telegrad._agent.peers import Peer, PeerState, WorkerRecord
 from telegrad._current import set_process_worker
 from telegrad._transport.sockets import SocketStream, connect_unix, listen_unix
 from telegrad._wire.values import Route
-from telegrad.agent.agent import Agent, AgentOptions
-from telegrad.agent.link import Link, StreamLink
-from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.worker import Worker
 
 from . import functions  # noqa: F401 (what others may call)

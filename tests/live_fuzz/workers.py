@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from telegrad._agent.agent import Agent, AgentOptions
+from telegrad._agent.link import Link, StreamLink
+from telegrad._agent.peers import Peer, WorkerRecord
 from telegrad._current import acting_as
 from telegrad._transport.shared_memory import Proof
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire.frames import PREFIX
 from telegrad._wire.values import Route
-from telegrad.agent.agent import Agent, AgentOptions
-from telegrad.agent.link import Link, StreamLink
-from telegrad.agent.peers import Peer, WorkerRecord
 from telegrad.worker import Worker
 
 

@@ -19,11 +19,11 @@ import psutil
 import torch
 
 from telegrad import rpc
+from telegrad._agent.peers import WorkerRecord
 from telegrad._current import current_worker
 from telegrad._transport import refusals
 from telegrad._transport.dial import Address
 from telegrad._transport.handshake import derive_key
-from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError
 from telegrad.rpc.rendezvous import Meeting
 from telegrad.rpc.stores import JobStore

@@ -9,8 +9,8 @@ import torch
 
 from programs import deeds
 from telegrad import rpc
+from telegrad._agent.marshal import Marshal
 from telegrad._wire import codec, values
-from telegrad.agent.bodies import Bodies
 
 
 @rpc.export
@@ -83,11 +83,11 @@ class Trap:
 def pickle_anyway() -> None:
     """From now on this worker sends pickles to whom it must not."""
 
-    def pack(self: Bodies, peer: Any, link: Any, value: Any, answered: bool = False) -> values.Parcel:
+    def pack(self: Marshal, peer: Any, link: Any, value: Any, answered: bool = False) -> values.Parcel:
         return values.pack(value, values.Route(peer.id, allow_pickle=True), codec.encode, None)
 
-    assert hasattr(Bodies, "pack")
-    Bodies.pack = pack  # type: ignore[method-assign]
+    assert hasattr(Marshal, "pack")
+    Marshal.pack = pack  # type: ignore[method-assign]
 
 
 def send_trap(to: str, path: str) -> tuple[str, str]:

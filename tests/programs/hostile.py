@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from telegrad import rpc
+from telegrad._agent.peers import WorkerRecord
 from telegrad._current import current_worker
 from telegrad._transport.dial import dial
 from telegrad._transport.handshake import JOIN_NONCE, Identity
@@ -16,7 +17,6 @@ from telegrad._wire import codec
 from telegrad._wire.frames import prefix
 from telegrad._wire.messages import Body, Call, InPeer, TensorMeta
 from telegrad._wire.tree import TreeWriter
-from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import TelegradError
 from telegrad.rpc import api
 from telegrad.rpc.network import Network

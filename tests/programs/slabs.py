@@ -13,9 +13,9 @@ import torch
 
 from programs.deeds import echo, filled, nothing
 from telegrad import rpc
+from telegrad._agent import agent
 from telegrad._current import current_worker
 from telegrad._transport import shared_memory
-from telegrad.agent import agent, bodies
 
 # --- called ---------------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ def hurry(kept_seconds: float = 0.05, trim_seconds: float = 0.05) -> None:
 
 
 def allow_segments(count: int) -> None:
-    shared_memory._MOST_SLABS = count
+    shared_memory._MOST_SEGMENTS = count
 
 
 _view: Callable[..., Any] = shared_memory.PeerSegments.view

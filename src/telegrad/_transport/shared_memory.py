@@ -32,7 +32,7 @@ from telegrad._transport.buffers import Idle, Memory, size_class
 from telegrad._transport.copier import Copier
 
 LANE_LIMIT = 64 << 10  # below this a socket is as fast
-_MOST_SLABS = 256  # a descriptor each; beyond them buffers go by the socket
+_MOST_SEGMENTS = 256  # a descriptor each; beyond them buffers go by the socket
 _KEEP_BYTES = 1 << 30
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NO_ADDRESS = ctypes.c_void_p(-1).value
@@ -96,7 +96,7 @@ class SegmentPool:
         wanted = size_class(size)
         segment = self._idle.take(wanted)
         if segment is None:
-            if len(self._segments) >= _MOST_SLABS:
+            if len(self._segments) >= _MOST_SEGMENTS:
                 self._idle.trim()  # of other sizes
                 return None
             try:

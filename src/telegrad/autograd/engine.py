@@ -26,6 +26,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.failures import failure_of, rebuild
+from telegrad._agent.peers import PeerState
 from telegrad._ids import PassId, random_bits
 from telegrad._text import printable_lines
 from telegrad._wire.messages import (
@@ -43,9 +46,6 @@ from telegrad._wire.messages import (
     TellMe,
 )
 from telegrad._wire.values import EMPTY_PARCEL
-from telegrad.agent.agent import Agent
-from telegrad.agent.failures import failure_of, rebuild
-from telegrad.agent.peers import PeerState
 from telegrad.autograd.attach import Attach
 from telegrad.autograd.context import Context, Registry
 from telegrad.autograd.graph import Graveyard

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from telegrad._agent.agent import Agent
 from telegrad._current import current_worker
 from telegrad._ids import PassId
 from telegrad._wire.callables import export, name_of
 from telegrad._wire.messages import Call
-from telegrad.agent.agent import Agent
 from telegrad.autograd.passes import Pass
 from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError
 

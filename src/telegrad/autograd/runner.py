@@ -9,9 +9,9 @@ from functools import partial
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.failures import copy_of
 from telegrad._torch import run_engine
-from telegrad.agent.agent import Agent
-from telegrad.agent.failures import copy_of
 from telegrad.autograd.context import context_variable
 from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.graph import is_leaf_alone

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from telegrad.agent.futures import Future as TelegradFuture
+from telegrad._agent.futures import Future as TelegradFuture
 from telegrad.compat.words import as_torch_rebuilds, translated
 
 

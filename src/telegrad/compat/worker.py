@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
+from telegrad._agent.dispatch import execute
+from telegrad._agent.failures import story_of
+from telegrad._agent.link import Link
 from telegrad._ids import GlobalId
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Call, RemoteCall
-from telegrad.agent.execution import execute
-from telegrad.agent.failures import story_of
-from telegrad.agent.link import Link
 from telegrad.autograd.context import Context
 from telegrad.compat import node_hooks
 from telegrad.compat.futures import Future

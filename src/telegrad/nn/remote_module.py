@@ -9,10 +9,10 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from telegrad._agent.futures import Future
 from telegrad._current import current_worker
 from telegrad._torch import IncompatibleKeys
 from telegrad._wire.messages import RRefFork
-from telegrad.agent.futures import Future
 from telegrad.errors import SerializationError, UsageError
 from telegrad.nn import owner
 from telegrad.nn.parts import REMOTE, OwnState

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from telegrad._agent.calls import Waiting
+from telegrad._agent.outcomes import Ticket
 from telegrad._current import current_worker
-from telegrad.agent.calls import Waiting
-from telegrad.agent.outcomes import Ticket
 from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError, WorkersFailedError
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 

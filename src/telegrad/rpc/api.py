@@ -15,6 +15,9 @@ from urllib.parse import urlsplit
 
 import torch
 
+from telegrad._agent.agent import AgentOptions
+from telegrad._agent.futures import Future
+from telegrad._agent.peers import WorkerRecord
 from telegrad._current import clear_process_worker, current_worker, forget_all, is_initialized, set_process_worker
 from telegrad._ids import MAX_WORKERS
 from telegrad._torch import Store
@@ -22,9 +25,6 @@ from telegrad._transport.handshake import JOIN_NONCE, Identity
 from telegrad._transport.shared_memory import Proof
 from telegrad._wire.tensors import no_device_map
 from telegrad._wire.values import Route
-from telegrad.agent.agent import AgentOptions
-from telegrad.agent.futures import Future
-from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret

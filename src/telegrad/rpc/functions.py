@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from telegrad.agent.execution import ASYNC_MARK
+from telegrad._agent.dispatch import ASYNC_MARK
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,6 +12,9 @@ import socket
 import threading
 from pathlib import Path
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.link import Link, StreamLink
+from telegrad._agent.peers import Peer, PeerState, WorkerRecord
 from telegrad._transport.base import Stream
 from telegrad._transport.dial import Address, dial
 from telegrad._transport.handshake import Identity
@@ -19,9 +22,6 @@ from telegrad._transport.identity import Credentials
 from telegrad._transport.listener import Door, Listener
 from telegrad._transport.sockets import is_loopback, listen_tcp, listen_unix
 from telegrad._transport.tls import Authority, load_authority, load_certificate, make_authority, tls_end
-from telegrad.agent.agent import Agent
-from telegrad.agent.link import Link, StreamLink
-from telegrad.agent.peers import Peer, PeerState, WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
 from telegrad.rpc.options import HOST_VARIABLE, RpcBackendOptions
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import msgspec
 
+from telegrad._agent.peers import WorkerRecord
 from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
 from telegrad._transport.dial import Address
 from telegrad._transport.handshake import JOIN_NONCE
-from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
 from telegrad.rpc.options import check_name
 

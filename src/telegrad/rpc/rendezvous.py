@@ -26,10 +26,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from telegrad._agent.peers import WorkerRecord
 from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
 from telegrad._transport.handshake import derive_key
-from telegrad.agent.peers import WorkerRecord
 from telegrad.errors import AuthenticationError, RendezvousError
 from telegrad.rpc.records import SIGNATURE_BYTES, check_names, check_on_this_host, digest_of, read_record, sign
 from telegrad.rpc.stores import JobStore, StoreGoneError, malformed

@@ -12,6 +12,11 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.backlog import UserCall
+from telegrad._agent.dispatch import execute
+from telegrad._agent.failures import copy_of, let_go_of_frames, story_of
+from telegrad._agent.link import Link
 from telegrad._ids import GlobalId, IdSource, WorkerId
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
@@ -25,11 +30,6 @@ from telegrad._wire.messages import (
     RRefFork,
     UserDelete,
 )
-from telegrad.agent.agent import Agent
-from telegrad.agent.backlog import UserCall
-from telegrad.agent.execution import execute
-from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
-from telegrad.agent.link import Link
 from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
 from telegrad.rref.instructions import Broken, Free, Instruction, Send
 from telegrad.rref.ledger import Ledger

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from telegrad._agent.dispatch import Deferred, Later, checked_future, is_async
 from telegrad._current import current_worker
 from telegrad._ids import GlobalId
 from telegrad._wire.callables import export, exported_method
 from telegrad._wire.messages import RRefFork
-from telegrad.agent.execution import Deferred, Later, checked_future, is_async
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.rref.references import Owned, References
 

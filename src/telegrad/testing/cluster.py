@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from telegrad._agent.agent import Agent, AgentOptions
+from telegrad._agent.link import Link
+from telegrad._agent.loopback import connect
+from telegrad._agent.peers import Peer, WorkerRecord
 from telegrad._current import acting_as
 from telegrad._wire.values import Route
-from telegrad.agent.agent import Agent, AgentOptions
-from telegrad.agent.link import Link
-from telegrad.agent.memory import connect
-from telegrad.agent.peers import Peer, WorkerRecord
 from telegrad.errors import UnknownWorkerError
 from telegrad.rpc.options import check_name
 from telegrad.testing.faults import Fault, FaultyCarrier, Kind

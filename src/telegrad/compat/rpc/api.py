@@ -16,9 +16,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from telegrad._agent.barrier import repeated_notice
+from telegrad._agent.peers import PeerState
 from telegrad._current import clear_process_worker, current_worker, is_initialized
-from telegrad.agent.barrier import repeated_notice
-from telegrad.agent.peers import PeerState
 from telegrad.compat import futures
 from telegrad.compat.profiling import profiled
 from telegrad.compat.rpc.agent import TensorPipeAgent

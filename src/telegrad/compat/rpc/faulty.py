@@ -21,6 +21,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.link import Link
+from telegrad._agent.peers import Peer
 from telegrad._wire.messages import (
     Call,
     ChildConfirmed,
@@ -32,9 +35,6 @@ from telegrad._wire.messages import (
     RemoteCall,
     UserDelete,
 )
-from telegrad.agent.agent import Agent
-from telegrad.agent.link import Link
-from telegrad.agent.peers import Peer
 from telegrad.compat.rpc import backend_registry
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD

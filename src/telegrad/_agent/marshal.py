@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from telegrad._agent.link import Link
+from telegrad._agent.peers import Peer
 from telegrad._transport.buffers import BufferPool, Loans
 from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments, Segment, SegmentPool
 from telegrad._wire import codec, values
 from telegrad._wire.by_value import ReceivedFunctions
 from telegrad._wire.messages import Body, InPeer, RRefFork, Taken
-from telegrad.agent.link import Link
-from telegrad.agent.peers import Peer
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 
 Scope = AbstractContextManager[None]
@@ -33,7 +33,7 @@ class _Borrowed(NamedTuple):
     since: float
 
 
-class Bodies:
+class Marshal:
     """The outgoing interceptor is part of a peer's route; ``incoming`` and ``make_reference`` are set by the worker."""
 
     def __init__(self, peer: Callable[[int], Peer], allow_pickle: bool, word: bytes) -> None:

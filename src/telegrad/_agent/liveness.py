@@ -14,8 +14,8 @@ import select
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from telegrad.agent.link import Link
-from telegrad.agent.peers import Peer
+from telegrad._agent.link import Link
+from telegrad._agent.peers import Peer
 
 
 @dataclass(slots=True)

@@ -16,6 +16,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from telegrad._agent.backlog import UserCall, Work
+from telegrad._agent.calls import Calls, Waiting
+from telegrad._agent.clock import Clock
+from telegrad._agent.coroutines import Coroutines
+from telegrad._agent.failures import failure_of
+from telegrad._agent.futures import Future
+from telegrad._agent.link import Link
+from telegrad._agent.liveness import Liveness
+from telegrad._agent.mail import Mail
+from telegrad._agent.marshal import Marshal
+from telegrad._agent.outcomes import Outcomes, Ticket
+from telegrad._agent.peers import Peer, PeerState, WorkerRecord
+from telegrad._agent.pool import Pool
+from telegrad._agent.spin import CORES
 from telegrad._transport import shared_memory
 from telegrad._wire import values
 from telegrad._wire.frames import Frame
@@ -34,20 +48,6 @@ from telegrad._wire.messages import (
     Reply,
     Taken,
 )
-from telegrad.agent.backlog import UserCall, Work
-from telegrad.agent.bodies import Bodies
-from telegrad.agent.calls import Calls, Waiting
-from telegrad.agent.clock import Clock
-from telegrad.agent.coroutines import Coroutines
-from telegrad.agent.failures import failure_of
-from telegrad.agent.futures import Future
-from telegrad.agent.link import Link
-from telegrad.agent.liveness import Liveness
-from telegrad.agent.mail import Mail
-from telegrad.agent.outcomes import Outcomes, Ticket
-from telegrad.agent.peers import Peer, PeerState, WorkerRecord
-from telegrad.agent.pool import Pool
-from telegrad.agent.spin import CORES
 from telegrad.errors import (
     HostUnreachableError,
     ProtocolError,
@@ -91,7 +91,7 @@ class Agent:
         self.pool = Pool(me.name, options.threads, on_thread_start)
         self.coroutines = Coroutines(me.name, self.pool, on_thread_start)
         self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
-        self.bodies = Bodies(self.peer, options.allow_pickle, me.lane_word)
+        self.bodies = Marshal(self.peer, options.allow_pickle, me.lane_word)
         self.outcomes = Outcomes(
             self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle
         )

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from telegrad._agent.clock import Clock
+from telegrad._agent.link import Link
+from telegrad._agent.marshal import Marshal
+from telegrad._agent.notes import Inbox, Outbox
+from telegrad._agent.peers import Peer, PeerState
+from telegrad._agent.pool import Pool
 from telegrad._transport.refusals import RefusalLog
 from telegrad._wire import values
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Note, NoteAck, NotePayload
-from telegrad.agent.bodies import Bodies
-from telegrad.agent.clock import Clock
-from telegrad.agent.link import Link
-from telegrad.agent.notes import Inbox, Outbox
-from telegrad.agent.peers import Peer, PeerState
-from telegrad.agent.pool import Pool
 from telegrad.errors import TelegradError, WorkerLostError
 
 log = logging.getLogger("telegrad.agent")
@@ -36,7 +36,7 @@ class Mail:
         self,
         peer: Callable[[int], Peer],
         link_to: Callable[[Peer], Link],
-        bodies: Bodies,
+        bodies: Marshal,
         pool: Pool,
         clock: Clock,
         first_pause: float,

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from telegrad.agent.look import Look, should_join
+from telegrad._agent.look import Look, should_join
 
 Work = tuple[Callable[[Any, Any], object], Any, Any]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from telegrad.agent.pool import Pool
+from telegrad._agent.pool import Pool
 from telegrad.errors import NotInitializedError
 
 log = logging.getLogger("telegrad.agent")

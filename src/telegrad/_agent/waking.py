@@ -13,7 +13,7 @@ import time
 import weakref
 from typing import Generic, TypeVar
 
-from telegrad.agent.alarm import Alarm
+from telegrad._agent.alarm import Alarm
 
 S = TypeVar("S")
 

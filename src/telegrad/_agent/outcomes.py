@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from telegrad._agent.backlog import Work
+from telegrad._agent.calls import Calls, Waiting
+from telegrad._agent.failures import copy_of, rebuild
+from telegrad._agent.futures import Future
+from telegrad._agent.link import Link
+from telegrad._agent.pool import Pool
+from telegrad._agent.spin import CORES
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Body, Failure, Reply
-from telegrad.agent.backlog import Work
-from telegrad.agent.calls import Calls, Waiting
-from telegrad.agent.failures import copy_of, rebuild
-from telegrad.agent.futures import Future
-from telegrad.agent.link import Link
-from telegrad.agent.pool import Pool
-from telegrad.agent.spin import CORES
 from telegrad.errors import RpcTimeoutError, TelegradError
 
 _AS_IT_IS = nullcontext()

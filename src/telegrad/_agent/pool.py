@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from telegrad.agent.backlog import PATIENCE, Backlog, UserCall, Watch, Work
-from telegrad.agent.waking import Waking
+from telegrad._agent.backlog import PATIENCE, Backlog, UserCall, Watch, Work
+from telegrad._agent.waking import Waking
 
 log = logging.getLogger("telegrad.agent")
 

@@ -9,10 +9,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from telegrad._agent.pool import Pool
 from telegrad._wire import codec
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Message
-from telegrad.agent.pool import Pool
 from telegrad.errors import ProtocolError
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from telegrad.agent.failures import copy_of, forget_tracebacks
+from telegrad._agent.failures import copy_of, forget_tracebacks
 
 
 class Future(torch.futures.Future[Any]):

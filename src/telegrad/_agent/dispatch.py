@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.backlog import UserCall
+from telegrad._agent.link import Link
 from telegrad._torch import FutureBase
 from telegrad._wire.callables import resolve
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Call
-from telegrad.agent.agent import Agent
-from telegrad.agent.backlog import UserCall
-from telegrad.agent.link import Link
 from telegrad.errors import UsageError
 
 #: The mark that ``functions.async_execution`` leaves; torch's own decorator leaves the same.

@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.link import Link
+from telegrad._agent.peers import Peer, PeerState
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Barrier
-from telegrad.agent.agent import Agent
-from telegrad.agent.link import Link
-from telegrad.agent.peers import Peer, PeerState
 from telegrad.errors import HostUnreachableError, RpcTimeoutError, TelegradError, WorkerLostError
 
 NOTICE_SECONDS = 10.0  # so often a shutdown says what it waits for

@@ -16,13 +16,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from telegrad._agent.backlog import Work
+from telegrad._agent.pool import Pool
+from telegrad._agent.spin import LONG_BUDGET, Spin
 from telegrad._transport.base import Stream
 from telegrad._wire import codec
 from telegrad._wire.frames import Frame, FrameReader, prefix
 from telegrad._wire.messages import Message
-from telegrad.agent.backlog import Work
-from telegrad.agent.pool import Pool
-from telegrad.agent.spin import LONG_BUDGET, Spin
 from telegrad.errors import ProtocolError, UsageError
 
 _JOIN_BELOW = 64 << 10
