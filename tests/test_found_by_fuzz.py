@@ -21,6 +21,7 @@ from telegrad._agent.link import StreamLink
 from telegrad._agent.notes import Inbox
 from telegrad._agent.pool import Pool
 from telegrad._ids import GlobalId, PassId
+from telegrad._rref import ledger
 from telegrad._transport.refusals import LINES, RefusalLog
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire import codec
@@ -40,7 +41,6 @@ from telegrad._wire.messages import (
 )
 from telegrad._wire.values import tensors_of
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
-from telegrad.rref import ledger
 from telegrad.testing import Cluster, cluster
 
 ECHO = "test_found_by_fuzz:echo"

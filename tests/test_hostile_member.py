@@ -377,7 +377,7 @@ def lend(workers: Cluster, rref_id: GlobalId) -> Future:
     fork = RRefFork(rref_id, rref_id, workers["a"].id, workers["m"].id, lent=True)
     tree = Node(1, [Node(6, [0]), "get", Node(1, []), Node(2, []), None])
     body, future = Body(tree=tree, rrefs=(fork,)), Future()
-    name = "telegrad.rref.rref:call_method"
+    name = "telegrad._rref.rref:call_method"
     agent.start_call(agent.peer("a"), "attack", 60.0, lambda i, _: Call(i, name, body), None, future)
     return future
 

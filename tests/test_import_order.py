@@ -43,11 +43,11 @@ LAYERS = [line.split() for line in """
     telegrad._agent.mail
     telegrad._agent.agent
     telegrad._agent.barrier  telegrad._agent.dispatch
-    telegrad.rref
-    telegrad.rref.forks  telegrad.rref.instructions
-    telegrad.rref.ledger
-    telegrad.rref.references
-    telegrad.rref.rref
+    telegrad._rref
+    telegrad._rref.forks  telegrad._rref.instructions
+    telegrad._rref.ledger
+    telegrad._rref.references
+    telegrad._rref.rref
     telegrad.autograd.diffusion  telegrad.autograd.functions  telegrad.autograd.missing_context
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
     telegrad.autograd.attach  telegrad.autograd.local_pass  telegrad.autograd.reducers

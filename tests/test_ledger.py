@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from telegrad._ids import GlobalId, WorkerId
+from telegrad._rref import ledger as ledger_module
+from telegrad._rref.instructions import Broken, Free, Instruction, Send
+from telegrad._rref.ledger import Ledger
 from telegrad._wire.messages import (
     ChildConfirmed,
     ForkAccepted,
@@ -22,9 +25,6 @@ from telegrad._wire.messages import (
     UserDelete,
 )
 from telegrad.errors import ProtocolError, UsageError, WorkerLostError
-from telegrad.rref import ledger as ledger_module
-from telegrad.rref.instructions import Broken, Free, Instruction, Send
-from telegrad.rref.ledger import Ledger
 
 STRANGER = WorkerId(99)
 NOTES = (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete)

@@ -20,10 +20,10 @@ from support import PATIENCE, Gate, assert_no_references, eventually, in_thread,
 from telegrad import rpc
 from telegrad._agent.failures import let_go_of_frames
 from telegrad._ids import GlobalId
+from telegrad._rref.references import Owned
 from telegrad._wire.messages import Fetch, RemoteCall
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 from telegrad.optim import DistributedOptimizer
-from telegrad.rref.references import Owned
 from telegrad.testing import Cluster, cluster
 
 

@@ -24,6 +24,8 @@ from telegrad._agent.outcomes import Ticket
 from telegrad._agent.peers import Peer, PeerState, WorkerRecord
 from telegrad._current import adopt, current_worker
 from telegrad._ids import GlobalId
+from telegrad._rref.references import Owned, References
+from telegrad._rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
 from telegrad._wire.by_value import pickle_of
 from telegrad._wire.callables import export, name_of
 from telegrad._wire.messages import Call, Fetch, RemoteCall
@@ -38,8 +40,6 @@ from telegrad.errors import (
     UsageError,
     WorkerLostError,
 )
-from telegrad.rref.references import Owned, References
-from telegrad.rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
 
 log = logging.getLogger("telegrad.rpc")
 

@@ -11,8 +11,8 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad._current import current_worker
+from telegrad._rref.rref import RRef
 from telegrad.rpc.functions import async_execution
-from telegrad.rref.rref import RRef
 
 from .language import Call, Program, Root
 from .local import Expected, Seen, leaves_of, seen

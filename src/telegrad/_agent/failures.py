@@ -100,7 +100,7 @@ def story_of(error: BaseException) -> str:
 
 
 def _is_ours(module: str) -> bool:
-    return module.startswith(("telegrad._agent", "telegrad.rref", "telegrad._wire"))
+    return module.startswith(("telegrad._agent", "telegrad._rref", "telegrad._wire"))
 
 
 def _clean(text: str) -> str:

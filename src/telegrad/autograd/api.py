@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from telegrad._current import current_worker
+from telegrad._rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.autograd.context import Context, Entered, Scope
 from telegrad.autograd.engine import Engine
 from telegrad.errors import UsageError
-from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 
 if TYPE_CHECKING:
     from telegrad.worker import Worker

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from telegrad._current import current_worker
+from telegrad._rref.rref import RRef
 from telegrad.checkpoint.manifest import Kind, Parameter, Thing
 from telegrad.checkpoint.plain import TensorName
 from telegrad.checkpoint.tensors import Memory, describe, dtype_name, memory_of
@@ -35,7 +36,6 @@ from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.local import LocalOptimizer
 from telegrad.optim.owners import local_tensors
-from telegrad.rref.rref import RRef
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,13 @@ from safetensors import SafetensorError
 from torch import nn
 
 from telegrad._current import current_worker
+from telegrad._rref.rref import RRef
 from telegrad.checkpoint.files import Directory
 from telegrad.checkpoint.holders import Holder, Target, holder_of, own_state, remote_parts
 from telegrad.checkpoint.manifest import Thing
 from telegrad.checkpoint.plain import Parts, put_together
 from telegrad.checkpoint.tensors import read, unfit, write
 from telegrad.errors import UsageError
-from telegrad.rref.rref import RRef
 
 
 def _holders(targets: Sequence[Target]) -> tuple[list[tuple[Target, Holder]], list[str]]:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from telegrad._rref.rref import RRef
 from telegrad.checkpoint.holders import Share, Target
 from telegrad.checkpoint.owners import find_parts
 from telegrad.errors import UsageError
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.owners import ask_all, by_owner
-from telegrad.rref.rref import RRef
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # it becomes part of a file's name
 

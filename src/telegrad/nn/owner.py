@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from telegrad._current import current_worker
 from telegrad._ids import GlobalId
+from telegrad._rref.rref import RRef
 from telegrad._torch import tree_map_only
 from telegrad.errors import UsageError
 from telegrad.nn.placement import goes
-from telegrad.rref.rref import RRef
 
 Module = RRef[nn.Module]
 State = dict[str, Any]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from telegrad._agent.futures import Future
 from telegrad._current import current_worker
+from telegrad._rref.rref import RRef
 from telegrad._torch import IncompatibleKeys
 from telegrad._wire.messages import RRefFork
 from telegrad.errors import SerializationError, UsageError
@@ -19,7 +20,6 @@ from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.nn.placement import has_device_map, parse
 from telegrad.nn.refused import Refusals, refuse
 from telegrad.rpc.api import rpc_async, rpc_sync
-from telegrad.rref.rref import RRef
 
 
 class RemoteModule(Refusals, nn.Module):

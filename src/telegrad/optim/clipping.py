@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from telegrad._current import current_worker
+from telegrad._rref.rref import RRef
 from telegrad._wire.callables import export
 from telegrad.errors import UsageError
 from telegrad.optim.local import gradients_of
 from telegrad.optim.owners import ask_all, by_owner, check_context, checked, local_tensors
-from telegrad.rref.rref import RRef
 
 
 def clip_grad_norm_(

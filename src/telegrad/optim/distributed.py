@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from telegrad._current import current_worker
+from telegrad._rref.rref import RRef
 from telegrad.errors import UsageError
 from telegrad.optim import local
 from telegrad.optim.local import Group, LocalOptimizer
 from telegrad.optim.owners import ask_all, by_owner, check_context, checked
-from telegrad.rref.rref import RRef
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from telegrad._current import current_worker
+from telegrad._rref.rref import RRef
 from telegrad._torch import tree_map_only
 from telegrad._wire.callables import export
 from telegrad.autograd.context import add_up
 from telegrad.optim.owners import local_tensors
-from telegrad.rref.rref import RRef
 
 Group = dict[str, Any]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from telegrad._agent.calls import Waiting
 from telegrad._agent.outcomes import Ticket
 from telegrad._current import current_worker
+from telegrad._rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError, WorkersFailedError
-from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 
 
 def checked(parameters: Iterable[Any], what: str) -> list[RRef[Tensor]]:

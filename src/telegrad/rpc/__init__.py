@@ -11,6 +11,7 @@ imports.
 * :func:`export`: functions that may be called where pickle is switched off
 """
 
+from telegrad._rref.rref import RRef
 from telegrad._wire.callables import export
 from telegrad.rpc import functions
 from telegrad.rpc.api import (
@@ -26,7 +27,6 @@ from telegrad.rpc.api import (
     shutdown,
 )
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.rref.rref import RRef
 from telegrad.worker import WorkerInfo
 
 #: The name under which programs written for ``torch.distributed.rpc`` know the options.

@@ -20,6 +20,7 @@ from telegrad._agent.futures import Future
 from telegrad._agent.peers import WorkerRecord
 from telegrad._current import clear_process_worker, current_worker, forget_all, is_initialized, set_process_worker
 from telegrad._ids import MAX_WORKERS
+from telegrad._rref.rref import UNSET_TIMEOUT, RRef
 from telegrad._torch import Store
 from telegrad._transport.handshake import JOIN_NONCE, Identity
 from telegrad._transport.shared_memory import Proof
@@ -32,7 +33,6 @@ from telegrad.rpc.records import link_key
 from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import StoreGoneError, identity_in, open_store
 from telegrad.rpc.strangers import Strangers, knock_at
-from telegrad.rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.worker import To, Worker, WorkerInfo
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0

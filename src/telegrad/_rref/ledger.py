@@ -39,6 +39,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from telegrad._ids import GlobalId, IdSource, WorkerId
+from telegrad._rref.forks import OWN_EVENTS, TRANSITIONS, UNANSWERED, ForkEvent, ForkState
+from telegrad._rref.instructions import Broken, Free, Instruction, Send
 from telegrad._wire.messages import (
     ChildConfirmed,
     ForkAccepted,
@@ -49,8 +51,6 @@ from telegrad._wire.messages import (
     UserDelete,
 )
 from telegrad.errors import ProtocolError, UsageError, WorkerLostError
-from telegrad.rref.forks import OWN_EVENTS, TRANSITIONS, UNANSWERED, ForkEvent, ForkState
-from telegrad.rref.instructions import Broken, Free, Instruction, Send
 
 _S, _E = ForkState, ForkEvent
 

@@ -18,6 +18,8 @@ from telegrad._agent.dispatch import execute
 from telegrad._agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad._agent.link import Link
 from telegrad._ids import GlobalId, IdSource, WorkerId
+from telegrad._rref.instructions import Broken, Free, Instruction, Send
+from telegrad._rref.ledger import Ledger
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
     ChildConfirmed,
@@ -31,8 +33,6 @@ from telegrad._wire.messages import (
     UserDelete,
 )
 from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
-from telegrad.rref.instructions import Broken, Free, Instruction, Send
-from telegrad.rref.ledger import Ledger
 
 if TYPE_CHECKING:
     from telegrad.worker import Worker

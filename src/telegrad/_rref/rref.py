@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from telegrad._agent.dispatch import Deferred, Later, checked_future, is_async
 from telegrad._current import current_worker
 from telegrad._ids import GlobalId
+from telegrad._rref.references import Owned, References
 from telegrad._wire.callables import export, exported_method
 from telegrad._wire.messages import RRefFork
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
-from telegrad.rref.references import Owned, References
 
 if TYPE_CHECKING:
     import torch
