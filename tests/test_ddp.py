@@ -22,7 +22,7 @@ from programs.ddp import CASES
 from puppets import PROGRAMS, clean_environment
 from support import PATIENCE, in_thread
 from telegrad import autograd, rpc
-from telegrad.autograd.reducers import Swapping
+from telegrad.autograd.ddp import Swapping
 from telegrad.launch import free_port
 from telegrad.testing import cluster
 

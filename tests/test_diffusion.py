@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.autograd.diffusion import Answer, Diffusion
+from telegrad.autograd.termination import Answer, Termination
 from telegrad.errors import ProtocolError
 
 ROOT = 0
@@ -39,7 +39,7 @@ class World:
     """Workers that draw each other into a computation, and a network that delivers in any order."""
 
     def __init__(self, size: int) -> None:
-        self.workers = [Diffusion(root=number == ROOT) for number in range(size)]
+        self.workers = [Termination(root=number == ROOT) for number in range(size)]
         self.network: list[Work | Told] = []
         self.counted, self.answers = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
         self.saved, self.owed = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
@@ -167,12 +167,12 @@ def test_over_exactly_when_nothing_is_left_anywhere_in_long_runs() -> None:
 
 
 def test_a_root_that_did_nothing_is_over() -> None:
-    assert Diffusion(root=True).over
-    assert not Diffusion(root=False).over
+    assert Termination(root=True).over
+    assert not Termination(root=False).over
 
 
 def test_the_root_is_not_over_while_it_works_or_waits() -> None:
-    root = Diffusion(root=True)
+    root = Termination(root=True)
     root.active += 1
     assert not root.over
     assert root.sent(1)
@@ -187,7 +187,7 @@ def test_the_root_is_not_over_while_it_works_or_waits() -> None:
 
 
 def test_the_first_message_makes_a_parent_and_those_of_others_are_answered_at_once() -> None:
-    worker = Diffusion(root=False)
+    worker = Termination(root=False)
     worker.active += 1
     assert worker.received(1) == []
     assert worker.received(2) == [Answer(2, 1, 0)]
@@ -200,7 +200,7 @@ def test_the_first_message_makes_a_parent_and_those_of_others_are_answered_at_on
 
 
 def test_a_worker_that_has_answered_gets_a_new_parent() -> None:
-    worker = Diffusion(root=False)
+    worker = Termination(root=False)
     assert worker.received(1) == []
     assert worker.settle() == [Answer(1, 1, 0)]
     assert worker.received(2) == []
@@ -211,7 +211,7 @@ def test_a_worker_that_has_answered_gets_a_new_parent() -> None:
 
 
 def test_messages_to_the_parent_are_owed_and_not_answered() -> None:
-    worker = Diffusion(root=False)
+    worker = Termination(root=False)
     worker.received(1)
     assert not worker.sent(1)
     assert worker.sent(2)
@@ -224,7 +224,7 @@ def test_messages_to_the_parent_are_owed_and_not_answered() -> None:
 
 @pytest.mark.parametrize("order", ["message first", "answer first", "between"])
 def test_what_is_owed_may_come_before_or_after_the_answer(order: str) -> None:
-    root = Diffusion(root=True)
+    root = Termination(root=True)
     root.sent(1)
     for event in {"message first": "mma", "answer first": "amm", "between": "mam"}[order]:
         assert not root.over
@@ -237,7 +237,7 @@ def test_what_is_owed_may_come_before_or_after_the_answer(order: str) -> None:
 
 
 def test_a_worker_may_send_to_itself() -> None:
-    root = Diffusion(root=True)
+    root = Termination(root=True)
     assert root.sent(0)
     assert not root.over
     assert root.received(0) == [Answer(0, 1, 0)]
@@ -246,7 +246,7 @@ def test_a_worker_may_send_to_itself() -> None:
 
 
 def test_repr_says_what_is_waited_for() -> None:
-    worker = Diffusion(root=True)
+    worker = Termination(root=True)
     assert repr(worker) == "quiet"
     worker.active = 2
     worker.sent(3)
@@ -263,7 +263,7 @@ def test_repr_says_what_is_waited_for() -> None:
     ids=["of another", "too many", "none", "fewer than none", "owes fewer than none"],
 )
 def test_an_answer_that_is_not_due_changes_nothing(by: int, messages: int, owed: int) -> None:
-    root = Diffusion(root=True)
+    root = Termination(root=True)
     root.active += 1
     assert root.sent(1)
     assert root.sent(1)

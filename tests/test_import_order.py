@@ -48,11 +48,11 @@ LAYERS = [line.split() for line in """
     telegrad._rref.ledger
     telegrad._rref.references
     telegrad._rref.rref
-    telegrad.autograd.diffusion  telegrad.autograd.functions  telegrad.autograd.missing_context
-    telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.plan
-    telegrad.autograd.attach  telegrad.autograd.local_pass  telegrad.autograd.reducers
-    telegrad.autograd.passes
-    telegrad.autograd.inquiry  telegrad.autograd.leaves  telegrad.autograd.turn
+    telegrad.autograd.termination  telegrad.autograd.functions  telegrad.autograd.missing_context
+    telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.discovery
+    telegrad.autograd.interceptors  telegrad.autograd.local_pass  telegrad.autograd.ddp
+    telegrad.autograd.backward_pass
+    telegrad.autograd.diagnostics  telegrad.autograd.accumulate  telegrad.autograd.turn
     telegrad.autograd.runner
     telegrad.autograd.engine
     telegrad.autograd.api

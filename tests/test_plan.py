@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad.autograd.plan import Plan
+from telegrad.autograd.discovery import Plan
 
 ROOT = 0
 

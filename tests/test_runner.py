@@ -23,12 +23,12 @@ from telegrad._ids import PassId
 from telegrad._wire.messages import Gradients, PassHead
 from telegrad._wire.values import Bundle, Route
 from telegrad.autograd import graph, runner
+from telegrad.autograd.backward_pass import Pass
 from telegrad.autograd.context import Context
+from telegrad.autograd.ddp import Swapping
 from telegrad.autograd.graph import Unit
 from telegrad.autograd.local_pass import Job, State
-from telegrad.autograd.passes import Pass
-from telegrad.autograd.reducers import Swapping
-from telegrad.autograd.turn import Letter, Turn
+from telegrad.autograd.turn import GradientBatch, Turn
 from telegrad.testing import Cluster, cluster
 from telegrad.worker import Worker
 
@@ -468,7 +468,7 @@ def test_a_letter_that_nothing_can_join_leaves_from_within_the_engine(
     leaves: list[tuple[bool, bool]] = []
     post = runner.Runner._post_letter
 
-    def posted(self: runner.Runner, this: Pass, to: int, letter: Letter) -> None:
+    def posted(self: runner.Runner, this: Pass, to: int, letter: GradientBatch) -> None:
         leaves.append((this.is_root, runner.here.run is not None))
         post(self, this, to, letter)
 
@@ -703,7 +703,7 @@ class Script:
         monkeypatch.setattr(worker.agent.pool, "submit", self._submit)
 
     def _run(self, turn: Turn, jobs: list[Job]) -> None:
-        letter = turn.letters.setdefault(7, Letter(True, Bundle(Route(7))))
+        letter = turn.letters.setdefault(7, GradientBatch(True, Bundle(Route(7))))
         for job in jobs:
             letter.add(job.sources[0], {0: None})
         self.happened.append(f"ran {', '.join(str(job.sources[0]) for job in jobs)}")

@@ -20,11 +20,11 @@ from telegrad._wire.messages import EndPass, Finished, Gradients, Note, PassHead
 from telegrad._wire.tensors import INLINE_LIMIT
 from telegrad._wire.values import Bundle, Route
 from telegrad.autograd import turn as module
+from telegrad.autograd.backward_pass import Pass
 from telegrad.autograd.context import Context
 from telegrad.autograd.graph import Unit
 from telegrad.autograd.local_pass import ROOT, Job, State
-from telegrad.autograd.passes import Pass
-from telegrad.autograd.turn import Letter, Turn, unpack
+from telegrad.autograd.turn import GradientBatch, Turn, unpack
 from telegrad.errors import ProtocolError
 from wire_trip import Neighbours, feed, receive
 
@@ -42,11 +42,11 @@ def a_pass(came: Iterable[int] = ()) -> Pass:
     return this
 
 
-def a_letter(counted: bool = True, lane: Any = None) -> Letter:
-    return Letter(counted, Bundle(Route(LEFT), lane))
+def a_letter(counted: bool = True, lane: Any = None) -> GradientBatch:
+    return GradientBatch(counted, Bundle(Route(LEFT), lane))
 
 
-def sent(letter: Letter, neighbours: Neighbours | None = None) -> tuple[Gradients, list[Tensor]]:
+def sent(letter: GradientBatch, neighbours: Neighbours | None = None) -> tuple[Gradients, list[Tensor]]:
     """What the other side reads: the note, and the tensors that came with it."""
     parcel = letter.bundle.parcel()
     header = codec.encode(Note(1, 1, letter.payload(a_pass()), (), parcel.body))
@@ -58,7 +58,7 @@ def sent(letter: Letter, neighbours: Neighbours | None = None) -> tuple[Gradient
     return note.payload, receive(note.body, streamed, borrowed=borrowed)[0]
 
 
-def opened(letter: Letter) -> Wanted:
+def opened(letter: GradientBatch) -> Wanted:
     payload, tensors = sent(letter)
     return unpack(payload.messages, tensors)
 

@@ -46,14 +46,14 @@ from telegrad._wire.messages import (
     TellMe,
 )
 from telegrad._wire.values import EMPTY_PARCEL
-from telegrad.autograd.attach import Attach
+from telegrad.autograd.accumulate import Leaves
+from telegrad.autograd.backward_pass import Notes, Pass
 from telegrad.autograd.context import Context, Registry
+from telegrad.autograd.ddp import watch
+from telegrad.autograd.diagnostics import nothing_came, reduce_everywhere, too_late
 from telegrad.autograd.graph import Graveyard
-from telegrad.autograd.inquiry import nothing_came, reduce_everywhere, too_late
-from telegrad.autograd.leaves import Leaves
+from telegrad.autograd.interceptors import Interceptors
 from telegrad.autograd.local_pass import ROOT
-from telegrad.autograd.passes import Notes, Pass
-from telegrad.autograd.reducers import watch
 from telegrad.autograd.runner import Runner
 from telegrad.autograd.turn import unpack
 from telegrad.errors import ProtocolError, TelegradError, WorkerLostError
@@ -70,7 +70,7 @@ class Engine:
         self._agent = agent
         self._me = agent.me.worker_id
         self.registry = Registry(self._me, guessable=agent.options.allow_pickle)
-        self.attach = Attach(self.registry, self._is_gone, self._name, agent.pool.runs_here)
+        self.attach = Interceptors(self.registry, self._is_gone, self._name, agent.pool.runs_here)
         self._ddp_watch = watch()
         self.leaves = Leaves()
         self.swapping = self.leaves.swapping

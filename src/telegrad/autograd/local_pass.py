@@ -22,8 +22,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from telegrad._wire.messages import Report
-from telegrad.autograd.diffusion import Diffusion
 from telegrad.autograd.graph import Unit
+from telegrad.autograd.termination import Termination
 
 ROOT = 1 << 62  # the source that backward starts from, newer than any message
 
@@ -53,7 +53,7 @@ class Job:
 class LocalPass:
     def __init__(self, worker: int, root: bool, fast: bool) -> None:
         self.worker = worker
-        self.flow = Diffusion(root)
+        self.flow = Termination(root)
         self.arrived: set[int] = set()
         self.live: set[int] | None = None  # None: not known yet
         self.jobs: list[Job] = []

@@ -12,15 +12,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from telegrad._agent.agent import Agent
 from telegrad._agent.failures import copy_of
 from telegrad._torch import run_engine
+from telegrad.autograd.accumulate import Leaves, address_of
+from telegrad.autograd.backward_pass import Notes, Pass
 from telegrad.autograd.context import context_variable
+from telegrad.autograd.ddp import Reduction
+from telegrad.autograd.diagnostics import nothing_came, too_late
 from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.graph import is_leaf_alone
-from telegrad.autograd.inquiry import nothing_came, too_late
-from telegrad.autograd.leaves import Leaves, address_of
 from telegrad.autograd.local_pass import Job
-from telegrad.autograd.passes import Notes, Pass
-from telegrad.autograd.reducers import Reduction
-from telegrad.autograd.turn import Letter, Turn
+from telegrad.autograd.turn import GradientBatch, Turn
 from telegrad.errors import WorkerLostError
 
 _ANCHOR_EDGE = get_gradient_edge(ANCHOR)
@@ -102,7 +102,7 @@ class Runner:
             if not self._agent.mail.post(to, payload):
                 self._fail(this, self._lost(to))
 
-    def _post_letter(self, this: Pass, to: int, letter: Letter) -> None:
+    def _post_letter(self, this: Pass, to: int, letter: GradientBatch) -> None:
         if this.error is None and not self._agent.mail.post(to, letter.payload(this), tensors=letter.bundle):
             self._fail(this, self._lost(to))
 
@@ -222,7 +222,7 @@ class Runner:
                 counted = this.local.flow.sent(to)
                 this.told.add(to)
             try:
-                letter = turn.letters[to] = Letter(counted, agent.mail.bundle(to, this.head.create_graph))
+                letter = turn.letters[to] = GradientBatch(counted, agent.mail.bundle(to, this.head.create_graph))
             except WorkerLostError:
                 raise self._lost(to) from None
         this.memory_in_use.update(address_of(each) for each in gradients.values() if each is not None)

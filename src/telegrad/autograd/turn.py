@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from telegrad._wire.messages import Finished, Gradients
 from telegrad._wire.values import Bundle
+from telegrad.autograd.backward_pass import Notes, Pass
 from telegrad.autograd.local_pass import Job
-from telegrad.autograd.passes import Notes, Pass
 from telegrad.errors import ProtocolError
 
 _FULL = 32  # messages of which a letter has gradients: the receiver should not be idle for long
@@ -24,7 +24,7 @@ _FULL = 32  # messages of which a letter has gradients: the receiver should not 
 Messages = Sequence[tuple[int, Sequence[int], Sequence[int]]]
 
 
-class Letter:
+class GradientBatch:
     """Gradients for one worker."""
 
     __slots__ = ("_messages", "bundle", "counted", "finished")
@@ -82,7 +82,7 @@ class Turn:
         self.this = this
         self.todo = deque(jobs)
         self.notes: Notes = []
-        self.letters: dict[int, Letter] = {}  # by receiver
+        self.letters: dict[int, GradientBatch] = {}  # by receiver
 
     def next_jobs(self) -> list[Job]:
         """The next unit, and quick ones after it that can go into the same call of torch's engine, which costs more
@@ -95,7 +95,7 @@ class Turn:
     def _may_join(self, job: Job) -> bool:
         return job.unit.is_quick and self.this.is_complete(job)
 
-    def take_mail(self) -> tuple[Notes, dict[int, Letter]]:
+    def take_mail(self) -> tuple[Notes, dict[int, GradientBatch]]:
         """What is to be sent now; an answer goes along with gradients for the same worker."""
         notes, letters = self.notes, self.letters
         if letters:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import _HookMixin
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
-from telegrad.autograd.leaves import Leaves
+from telegrad.autograd.accumulate import Leaves
 
 _seen = [False]
 

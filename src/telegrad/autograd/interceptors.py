@@ -25,7 +25,7 @@ NO_MESSAGE = 0
 NO_CONTEXT = -1  # a tensor of this message had a history, but the thread that sent it was in no context
 
 
-class Attach:
+class Interceptors:
     def __init__(
         self,
         registry: Registry,

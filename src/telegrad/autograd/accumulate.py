@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from telegrad._torch import is_view, post_accumulate_hooks, sparse_parts
+from telegrad.autograd.backward_pass import Pass
 from telegrad.autograd.context import Context
-from telegrad.autograd.passes import Pass
-from telegrad.autograd.reducers import Swapping
+from telegrad.autograd.ddp import Swapping
 
 
 class Leaves:

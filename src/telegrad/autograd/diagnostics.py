@@ -13,7 +13,7 @@ from telegrad._current import current_worker
 from telegrad._ids import PassId
 from telegrad._wire.callables import export, name_of
 from telegrad._wire.messages import Call
-from telegrad.autograd.passes import Pass
+from telegrad.autograd.backward_pass import Pass
 from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError
 
 _PATIENCE = 1.0  # seconds

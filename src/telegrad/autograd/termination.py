@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     owed: int
 
 
-class Diffusion:
+class Termination:
     __slots__ = ("_engaged", "_from_parent", "_owed", "_parent", "_root", "_sent_up", "_unanswered", "active")
 
     def __init__(self, root: bool) -> None:

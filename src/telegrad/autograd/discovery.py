@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from telegrad.autograd.diffusion import Diffusion
+from telegrad.autograd.termination import Termination
 
 
 class Plan:
     __slots__ = ("curious", "known", "live", "started", "wave")
 
     def __init__(self, root: bool) -> None:
-        self.wave = Diffusion(root)
+        self.wave = Termination(root)
         self.live: dict[int, set[int]] = {}  # message id → which of its tensors
         self.started = False  # at the root: the wave; elsewhere: it has come here
         self.known = False  # the wave has ended

@@ -16,11 +16,11 @@ from torch.nn.parallel import DistributedDataParallel
 from telegrad._torch import input_metadata, sequence_number, set_sequence_number
 from telegrad._wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
 from telegrad.autograd.context import Context
+from telegrad.autograd.ddp import Reduction, reduced_parameters
+from telegrad.autograd.discovery import Plan
 from telegrad.autograd.functions import SEND_NODE, Recv
 from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
-from telegrad.autograd.plan import Plan
-from telegrad.autograd.reducers import Reduction, reduced_parameters
 from telegrad.errors import UsageError
 
 Notes = list[tuple[int, NotePayload]]
