@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from telegrad.worker import Worker
+from telegrad._worker import Worker
 
 PATIENCE = 30.0  # no test waits longer for one thing
 AT_ONCE = 5.0  # seconds: on a busy machine too, what waits for no heartbeat and no timeout is done within them

@@ -57,7 +57,7 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.engine
     telegrad.autograd.api
     telegrad.autograd
-    telegrad.worker
+    telegrad._worker
     telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.stores
     telegrad.rpc.strangers
     telegrad.rpc.records
@@ -174,11 +174,11 @@ def test_a_module_imports_only_what_stands_above_it(module):
     ("code", "named"),
     [
         ("from telegrad._agent.agent import Agent", "telegrad._agent.agent"),
-        ("import telegrad.worker", "telegrad.worker"),
+        ("import telegrad._worker", "telegrad._worker"),
         ("from telegrad import rpc", "telegrad.rpc"),
         ("from telegrad._wire import values", "telegrad._wire.values"),
         ("def late():\n    from telegrad.cli import main", "telegrad.cli"),
-        ("if x:\n    import telegrad.worker", "telegrad.worker"),
+        ("if x:\n    import telegrad._worker", "telegrad._worker"),
         ("if TYPE_CHECKING:\n    pass\nelse:\n    import telegrad.cli", "telegrad.cli"),
         ("import telegrad.no_such_module", "telegrad.no_such_module"),
     ],
@@ -196,8 +196,8 @@ def test_an_offence_is_named(code, named):
         "from telegrad.errors import ProtocolError",
         "from telegrad._wire.messages import Body",
         "from telegrad._wire import messages",
-        "if TYPE_CHECKING:\n    from telegrad.worker import Worker",
-        "if typing.TYPE_CHECKING:\n    from telegrad.worker import Worker",
+        "if TYPE_CHECKING:\n    from telegrad._worker import Worker",
+        "if typing.TYPE_CHECKING:\n    from telegrad._worker import Worker",
     ],
 )
 def test_no_offence(code):

@@ -15,11 +15,11 @@ from support import PATIENCE, assert_no_references, eventually
 from telegrad._agent.outcomes import Outcomes
 from telegrad._agent.pool import Pool
 from telegrad._wire.messages import Failure
+from telegrad._worker import Worker
 from telegrad.errors import SerializationError
 from telegrad.optim.owners import ask_all
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.testing import Cluster, cluster
-from telegrad.worker import Worker
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from telegrad._agent.backlog import Work
 from telegrad._ids import PassId
 from telegrad._wire.messages import Gradients, PassHead
 from telegrad._wire.values import Bundle, Route
+from telegrad._worker import Worker
 from telegrad.autograd import graph, runner
 from telegrad.autograd.backward_pass import Pass
 from telegrad.autograd.context import Context
@@ -30,7 +31,6 @@ from telegrad.autograd.graph import Unit
 from telegrad.autograd.local_pass import Job, State
 from telegrad.autograd.turn import GradientBatch, Turn
 from telegrad.testing import Cluster, cluster
-from telegrad.worker import Worker
 
 Call = Callable[..., Any]  # call(to, function, *args)
 Mode = Literal["smart", "fast"]

@@ -16,9 +16,9 @@ from telegrad import rpc
 from telegrad._agent import barrier
 from telegrad._agent.barrier import BarrierLeader
 from telegrad._wire.messages import Barrier, Reply
+from telegrad._worker import missing_at_barrier
 from telegrad.errors import NotInitializedError, RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
-from telegrad.worker import missing_at_barrier
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from telegrad.errors import NotInitializedError, UsageError
 
 if TYPE_CHECKING:
-    from telegrad.worker import Worker
+    from telegrad._worker import Worker
 
 _here: ContextVar[Worker | None] = ContextVar("telegrad_worker", default=None)
 _lock = threading.Lock()

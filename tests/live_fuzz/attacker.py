@@ -33,8 +33,8 @@ from telegrad._wire import codec
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import Call, Fetch, Note, NoteAck, RemoteCall, Reply
 from telegrad._wire.values import Route, pack
+from telegrad._worker import Worker
 from telegrad.errors import ProtocolError, TelegradError
-from telegrad.worker import Worker
 
 from .adapt import Live
 from .mutate import Input, Mutator

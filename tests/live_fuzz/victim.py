@@ -31,7 +31,7 @@ from telegrad._agent.peers import Peer, PeerState, WorkerRecord
 from telegrad._current import set_process_worker
 from telegrad._transport.sockets import SocketStream, connect_unix, listen_unix
 from telegrad._wire.values import Route
-from telegrad.worker import Worker
+from telegrad._worker import Worker
 
 from . import functions  # noqa: F401 (what others may call)
 

@@ -17,7 +17,7 @@ from telegrad._transport.shared_memory import Proof
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire.frames import PREFIX
 from telegrad._wire.values import Route
-from telegrad.worker import Worker
+from telegrad._worker import Worker
 
 
 class RecordedStream(SocketStream):

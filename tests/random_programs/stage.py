@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from telegrad._wire.messages import Gradients
+from telegrad._worker import Worker
 from telegrad.errors import MissingGradientError
 from telegrad.testing import Cluster, cluster
-from telegrad.worker import Worker
 
 from . import distributed, local
 from .compare import Mismatch, compare

@@ -35,7 +35,7 @@ from telegrad._wire.messages import (
 from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
 
 if TYPE_CHECKING:
-    from telegrad.worker import Worker
+    from telegrad._worker import Worker
 
 _DROP_SECONDS = 0.05  # how long a handle that was garbage collected may wait for a call
 

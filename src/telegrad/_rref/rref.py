@@ -16,7 +16,7 @@ from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationE
 if TYPE_CHECKING:
     import torch
 
-    from telegrad.worker import WorkerInfo
+    from telegrad._worker import WorkerInfo
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from telegrad.autograd.engine import Engine
 from telegrad.errors import UsageError
 
 if TYPE_CHECKING:
-    from telegrad.worker import Worker
+    from telegrad._worker import Worker
 
 Root = Tensor | RRef[Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from telegrad.worker import Worker
+from telegrad._worker import Worker
 
 
 def is_profiling() -> bool:

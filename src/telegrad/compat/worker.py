@@ -17,6 +17,8 @@ from telegrad._agent.link import Link
 from telegrad._ids import GlobalId
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Call, RemoteCall
+from telegrad._worker import To, Worker
+from telegrad._worker import WorkerInfo as TelegradWorkerInfo
 from telegrad.autograd.context import Context
 from telegrad.compat import node_hooks
 from telegrad.compat.futures import Future
@@ -25,8 +27,6 @@ from telegrad.compat.rref import RRef
 from telegrad.compat.words import as_torch_rebuilds, speaks_as_torch
 from telegrad.errors import TelegradError, UsageError
 from telegrad.rpc.options import check_name
-from telegrad.worker import To, Worker
-from telegrad.worker import WorkerInfo as TelegradWorkerInfo
 
 _LATE_DROPS = 10.0  # seconds
 BUILTIN = "torch:"  # how the names of torch's operators begin

@@ -13,6 +13,7 @@ imports.
 
 from telegrad._rref.rref import RRef
 from telegrad._wire.callables import export
+from telegrad._worker import WorkerInfo
 from telegrad.rpc import functions
 from telegrad.rpc.api import (
     BackendType,
@@ -27,7 +28,6 @@ from telegrad.rpc.api import (
     shutdown,
 )
 from telegrad.rpc.options import RpcBackendOptions
-from telegrad.worker import WorkerInfo
 
 #: The name under which programs written for ``torch.distributed.rpc`` know the options.
 TensorPipeRpcBackendOptions = RpcBackendOptions

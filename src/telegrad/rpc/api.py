@@ -26,6 +26,7 @@ from telegrad._transport.handshake import JOIN_NONCE, Identity
 from telegrad._transport.shared_memory import Proof
 from telegrad._wire.tensors import no_device_map
 from telegrad._wire.values import Route
+from telegrad._worker import To, Worker, WorkerInfo
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret
@@ -33,7 +34,6 @@ from telegrad.rpc.records import link_key
 from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import StoreGoneError, identity_in, open_store
 from telegrad.rpc.strangers import Strangers, knock_at
-from telegrad.worker import To, Worker, WorkerInfo
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from telegrad._worker import Worker
 from telegrad.errors import UsageError
-from telegrad.worker import Worker
 
 DEFAULT_TIMEOUT = 60.0
 DEFAULT_THREADS = 16

@@ -13,10 +13,10 @@ from telegrad._agent.loopback import connect
 from telegrad._agent.peers import Peer, WorkerRecord
 from telegrad._current import acting_as
 from telegrad._wire.values import Route
+from telegrad._worker import Worker
 from telegrad.errors import UnknownWorkerError
 from telegrad.rpc.options import check_name
 from telegrad.testing.faults import Fault, FaultyCarrier, Kind
-from telegrad.worker import Worker
 
 
 class Cluster:

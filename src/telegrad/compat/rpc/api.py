@@ -20,6 +20,7 @@ from telegrad._agent.barrier import repeated_notice
 from telegrad._agent.peers import PeerState
 from telegrad._current import clear_process_worker, current_worker, is_initialized
 from telegrad._rref.rref import RRef as TelegradRRef
+from telegrad._worker import To, Worker
 from telegrad.compat import futures
 from telegrad.compat.profiling import profiled
 from telegrad.compat.rpc.agent import TensorPipeAgent
@@ -33,7 +34,6 @@ from telegrad.compat.words import speaks_as_torch
 from telegrad.compat.worker import CompatWorker
 from telegrad.compat.worker import WorkerInfo as WorkerInfo
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError
-from telegrad.worker import To, Worker
 
 P = ParamSpec("P")
 T = TypeVar("T")
