@@ -34,7 +34,7 @@ import psutil
 from programs import deeds
 from telegrad import rpc
 from telegrad.launch import free_port
-from telegrad.process import end_with
+from telegrad.launch.process import end_with
 
 TESTS = Path(__file__).parent
 PROGRAMS = TESTS / "programs"

@@ -96,7 +96,7 @@ def pair() -> Pair:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(bodies, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(marshal, "time", SimpleNamespace(monotonic=lambda: self.now))
 
 
 @pytest.fixture
@@ -365,7 +365,7 @@ def test_a_value_that_cannot_be_rebuilt_gives_its_slabs_back(pair: Pair) -> None
 def test_who_keeps_a_tensor_for_long_keeps_its_segment(pair: Pair, clock: Clock) -> None:
     (kept,) = pair.open(pair.pack([tensor(1)]))
     (number,) = pair.out.held
-    clock.now += bodies._KEPT_SECONDS - 1
+    clock.now += marshal._KEPT_SECONDS - 1
     (young,) = pair.open(pair.pack([tensor(2)]))
     pair.receiver.trim()
     assert pair.deliver() == []
@@ -387,10 +387,10 @@ def test_who_keeps_a_tensor_for_long_keeps_its_segment(pair: Pair, clock: Clock)
 
 def test_a_slab_is_given_up_once(pair: Pair, clock: Clock) -> None:
     kept = pair.open(pair.pack([tensor(1)]))
-    clock.now += 2 * bodies._KEPT_SECONDS
+    clock.now += 2 * marshal._KEPT_SECONDS
     pair.receiver.trim()
     assert len(pair.deliver()) == 1
-    clock.now += 2 * bodies._KEPT_SECONDS
+    clock.now += 2 * marshal._KEPT_SECONDS
     pair.receiver.trim()
     assert pair.deliver() == []
     assert is_all(kept[0], 1)
@@ -399,7 +399,7 @@ def test_a_slab_is_given_up_once(pair: Pair, clock: Clock) -> None:
 def test_what_was_kept_is_unmapped_with_its_last_tensor(pair: Pair, clock: Clock) -> None:
     pair.open(pair.pack([tensor(0, 2 * BIG)]))  # used before it, so that a trim of the window takes this one
     (kept,) = pair.open(pair.pack([tensor(1)]))
-    clock.now += 2 * bodies._KEPT_SECONDS
+    clock.now += 2 * marshal._KEPT_SECONDS
     pair.receiver.trim()
     pair.deliver()
     assert mappings() == 2, "the segment that waits at the sender, and that of the tensor"

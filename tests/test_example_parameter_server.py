@@ -20,7 +20,7 @@ import torch
 from examples import EXAMPLES, difference, run_example
 from puppets import clean_environment
 from telegrad.launch import free_port
-from telegrad.process import end_with
+from telegrad.launch.process import end_with
 
 ALONE, TOGETHER = "one update for each trainer", "all trainers together"
 

@@ -98,7 +98,8 @@ LAYERS = [line.split() for line in """
     telegrad.compat.installing
     telegrad.compat
     telegrad.compat.site.sitecustomize
-    telegrad.lines  telegrad.process
+    telegrad.launch.lines  telegrad.launch.process
+    telegrad.launch.local
     telegrad.launch
     telegrad.cli
     telegrad.testing.faults

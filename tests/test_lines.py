@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from telegrad import lines
-from telegrad.lines import LineSplitter
+from telegrad.launch import lines
+from telegrad.launch.lines import LineSplitter
 
 
 def split(*pieces: bytes, times: list[float] | None = None) -> list[bytes]:

@@ -18,7 +18,7 @@ from hybrid import WORKERS, parsed, work
 from screen import Screen
 
 from telegrad.launch import job_environment, worker_environment
-from telegrad.process import end_with
+from telegrad.launch.process import end_with
 
 PROGRAM = Path(__file__).with_name("hybrid.py")
 PARTING = 20  # seconds that the other workers get to leave

@@ -27,7 +27,7 @@ import telegrad.rpc  # noqa: F401
 from programs import exported  # noqa: F401
 from programs.deeds import EndOfChild
 from programs.puppet_tools import enter_namespace
-from telegrad.process import end_with
+from telegrad.launch.process import end_with
 
 
 def play(conn: Connection, setting: dict[str, Any]) -> None:

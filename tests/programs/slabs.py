@@ -68,7 +68,7 @@ def shelf() -> dict[str, int]:
 
 def borrowed() -> int:
     """How many segments of others this worker has not given back."""
-    return len(current_worker().agent.bodies._borrowed)
+    return len(current_worker().agent.marshal._borrowed)
 
 
 def mappings() -> int:
@@ -145,9 +145,9 @@ def fetch_to_keep(to: str, size: int, value: int) -> None:
 
 def hurry(kept_seconds: float = 0.05, trim_seconds: float = 0.05) -> None:
     """What usually takes half a minute takes moments."""
-    assert bodies._KEPT_SECONDS > 1
+    assert marshal._KEPT_SECONDS > 1
     assert agent._TRIM_SECONDS > 1
-    bodies._KEPT_SECONDS = kept_seconds
+    marshal._KEPT_SECONDS = kept_seconds
     agent._TRIM_SECONDS = trim_seconds
     current_worker().agent._next_trim = 0.0
 

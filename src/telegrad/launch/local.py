@@ -30,8 +30,8 @@ from types import FrameType
 from typing import BinaryIO
 
 from telegrad.errors import UsageError
-from telegrad.lines import LineSplitter
-from telegrad.process import WorkerProcess
+from telegrad.launch.lines import LineSplitter
+from telegrad.launch.process import WorkerProcess
 
 __all__ = ["free_port", "job_environment", "run_workers", "worker_environment"]
 
@@ -86,7 +86,7 @@ def job_environment(base: Mapping[str, str], workers: int, master_port: int | No
     job["TELEGRAD_SECRET"] = base.get("TELEGRAD_SECRET") or secrets.token_hex(32)
     if workers > 1:
         job.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        job.setdefault("PYTHONBREAKPOINT", "telegrad.process.refuse_breakpoint")
+        job.setdefault("PYTHONBREAKPOINT", "telegrad.launch.process.refuse_breakpoint")
     return job
 
 
