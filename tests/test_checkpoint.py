@@ -30,7 +30,7 @@ import puppets
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, checkpoint, rpc
 from telegrad._current import current_worker
-from telegrad.checkpoint import CheckpointError, owners, plain, tensors
+from telegrad.checkpoint import CheckpointError, tensors
 from telegrad.checkpoint.files import Directory
 from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
 from telegrad.nn import RemoteModule, owner

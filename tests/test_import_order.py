@@ -73,12 +73,12 @@ LAYERS = [line.split() for line in """
     telegrad.nn.owner
     telegrad.nn.remote_module
     telegrad.nn
-    telegrad.checkpoint.files  telegrad.checkpoint.plain
+    telegrad.checkpoint.files  telegrad.checkpoint.json_state
     telegrad.checkpoint.tensors
     telegrad.checkpoint.manifest
     telegrad.checkpoint.folder  telegrad.checkpoint.holders
-    telegrad.checkpoint.owners
-    telegrad.checkpoint.things
+    telegrad.checkpoint.fanout
+    telegrad.checkpoint.targets
     telegrad.checkpoint.loading  telegrad.checkpoint.saving
     telegrad.checkpoint
     telegrad.compat.children  telegrad.compat.graph_view  telegrad.compat.node_hooks  telegrad.compat.optim

@@ -27,8 +27,8 @@ from torch.nn.parameter import is_lazy
 
 from telegrad._current import current_worker
 from telegrad._rref.rref import RRef
+from telegrad.checkpoint.json_state import TensorName
 from telegrad.checkpoint.manifest import Kind, Parameter, Thing
-from telegrad.checkpoint.plain import TensorName
 from telegrad.checkpoint.tensors import Memory, describe, dtype_name, memory_of
 from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule

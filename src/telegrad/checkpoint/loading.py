@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from telegrad.checkpoint import manifest, tensors
+from telegrad.checkpoint.fanout import load_parts, prepare_parts
 from telegrad.checkpoint.folder import Folder
 from telegrad.checkpoint.holders import Target, compare_optimizer, prefix_of
+from telegrad.checkpoint.json_state import put_together, tensor_names
 from telegrad.checkpoint.manifest import Manifest, Thing
-from telegrad.checkpoint.owners import load_parts, prepare_parts
-from telegrad.checkpoint.plain import put_together, tensor_names
-from telegrad.checkpoint.things import targets_of
+from telegrad.checkpoint.targets import targets_of
 from telegrad.errors import CheckpointError
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.owners import ask_all

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from telegrad.checkpoint.files import Directory, create, finish, read_file
-from telegrad.checkpoint.plain import from_json, tensor_names, to_json
+from telegrad.checkpoint.json_state import from_json, tensor_names, to_json
 from telegrad.checkpoint.tensors import TensorRecord
 from telegrad.errors import CheckpointError
 

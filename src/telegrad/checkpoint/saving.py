@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from telegrad.checkpoint import manifest
+from telegrad.checkpoint.fanout import Written, write_parts
 from telegrad.checkpoint.folder import Folder
 from telegrad.checkpoint.holders import Target, prefix_of
+from telegrad.checkpoint.json_state import Parts
 from telegrad.checkpoint.manifest import FORMAT, Manifest, Parameter, Thing
-from telegrad.checkpoint.owners import Written, write_parts
-from telegrad.checkpoint.plain import Parts
+from telegrad.checkpoint.targets import targets_of
 from telegrad.checkpoint.tensors import TensorRecord
-from telegrad.checkpoint.things import targets_of
 from telegrad.errors import CheckpointError, UsageError
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.owners import ask_all

@@ -19,8 +19,8 @@ from telegrad._current import current_worker
 from telegrad._rref.rref import RRef
 from telegrad.checkpoint.files import Directory
 from telegrad.checkpoint.holders import Holder, Target, holder_of, own_state, remote_parts
+from telegrad.checkpoint.json_state import Parts, put_together
 from telegrad.checkpoint.manifest import Thing
-from telegrad.checkpoint.plain import Parts, put_together
 from telegrad.checkpoint.tensors import read, unfit, write
 from telegrad.errors import UsageError
 

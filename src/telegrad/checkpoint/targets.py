@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from telegrad._rref.rref import RRef
+from telegrad.checkpoint.fanout import find_parts
 from telegrad.checkpoint.holders import Share, Target
-from telegrad.checkpoint.owners import find_parts
 from telegrad.errors import UsageError
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.owners import ask_all, by_owner
