@@ -65,7 +65,7 @@ LAYERS = [line.split() for line in """
     telegrad.rpc.network
     telegrad.rpc.api
     telegrad.rpc
-    telegrad.optim.owners
+    telegrad.optim.fanout
     telegrad.optim.local
     telegrad.optim.clipping  telegrad.optim.distributed
     telegrad.optim

@@ -17,7 +17,7 @@ from telegrad._agent.pool import Pool
 from telegrad._wire.messages import Failure
 from telegrad._worker import Worker
 from telegrad.errors import SerializationError
-from telegrad.optim.owners import ask_all
+from telegrad.optim.fanout import ask_all
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.testing import Cluster, cluster
 

@@ -34,8 +34,8 @@ from telegrad.errors import UsageError
 from telegrad.nn import RemoteModule
 from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.optim.distributed import DistributedOptimizer
+from telegrad.optim.fanout import local_tensors
 from telegrad.optim.local import LocalOptimizer
-from telegrad.optim.owners import local_tensors
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from telegrad.checkpoint.manifest import Manifest, Thing
 from telegrad.checkpoint.targets import targets_of
 from telegrad.errors import CheckpointError
 from telegrad.optim.distributed import DistributedOptimizer
-from telegrad.optim.owners import ask_all
+from telegrad.optim.fanout import ask_all
 
 Groups = list[dict[str, Any]]
 

@@ -16,7 +16,7 @@ from telegrad.checkpoint.targets import targets_of
 from telegrad.checkpoint.tensors import TensorRecord
 from telegrad.errors import CheckpointError, UsageError
 from telegrad.optim.distributed import DistributedOptimizer
-from telegrad.optim.owners import ask_all
+from telegrad.optim.fanout import ask_all
 
 T = TypeVar("T")
 

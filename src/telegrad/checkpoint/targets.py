@@ -11,7 +11,7 @@ from telegrad.checkpoint.fanout import find_parts
 from telegrad.checkpoint.holders import Share, Target
 from telegrad.errors import UsageError
 from telegrad.optim.distributed import DistributedOptimizer
-from telegrad.optim.owners import ask_all, by_owner
+from telegrad.optim.fanout import ask_all, by_owner
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # it becomes part of a file's name
 

@@ -13,8 +13,8 @@ from telegrad._current import current_worker
 from telegrad._rref.rref import RRef
 from telegrad._wire.callables import export
 from telegrad.errors import UsageError
+from telegrad.optim.fanout import ask_all, by_owner, check_context, checked, local_tensors
 from telegrad.optim.local import gradients_of
-from telegrad.optim.owners import ask_all, by_owner, check_context, checked, local_tensors
 
 
 def clip_grad_norm_(

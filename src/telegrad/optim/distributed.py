@@ -19,8 +19,8 @@ from telegrad._current import current_worker
 from telegrad._rref.rref import RRef
 from telegrad.errors import UsageError
 from telegrad.optim import local
+from telegrad.optim.fanout import ask_all, by_owner, check_context, checked
 from telegrad.optim.local import Group, LocalOptimizer
-from telegrad.optim.owners import ask_all, by_owner, check_context, checked
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

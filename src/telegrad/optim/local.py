@@ -14,7 +14,7 @@ from telegrad._rref.rref import RRef
 from telegrad._torch import tree_map_only
 from telegrad._wire.callables import export
 from telegrad.autograd.context import add_up
-from telegrad.optim.owners import local_tensors
+from telegrad.optim.fanout import local_tensors
 
 Group = dict[str, Any]
 
