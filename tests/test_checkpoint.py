@@ -33,7 +33,7 @@ from telegrad._current import current_worker
 from telegrad.checkpoint import CheckpointError, tensors
 from telegrad.checkpoint.files import Directory
 from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
-from telegrad.nn import RemoteModule, owner
+from telegrad.nn import RemoteModule
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
 

@@ -69,8 +69,8 @@ LAYERS = [line.split() for line in """
     telegrad.optim.local
     telegrad.optim.clipping  telegrad.optim.distributed
     telegrad.optim
-    telegrad.nn.parts  telegrad.nn.placement  telegrad.nn.refused
-    telegrad.nn.owner
+    telegrad.nn.parts  telegrad.nn.placement  telegrad.nn.unsupported
+    telegrad.nn.remote_side
     telegrad.nn.remote_module
     telegrad.nn
     telegrad.checkpoint.files  telegrad.checkpoint.json_state

@@ -28,9 +28,9 @@ from telegrad.errors import (
     UsageError,
     WorkerLostError,
 )
-from telegrad.nn import RemoteModule, owner
+from telegrad.nn import RemoteModule
 from telegrad.nn.placement import parse
-from telegrad.nn.refused import INSTEAD
+from telegrad.nn.unsupported import INSTEAD
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
 

@@ -18,9 +18,8 @@ from telegrad import nn
 from telegrad.compat.rref import RRef
 from telegrad.compat.words import speaks_as_torch
 from telegrad.errors import SerializationError, UsageError
-from telegrad.nn import owner
-from telegrad.nn.refused import INSTEAD
 from telegrad.nn.remote_module import Passenger
+from telegrad.nn.unsupported import INSTEAD
 
 __all__ = ["RemoteModule"]
 

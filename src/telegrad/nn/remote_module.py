@@ -15,10 +15,9 @@ from telegrad._rref.rref import RRef
 from telegrad._torch import IncompatibleKeys
 from telegrad._wire.messages import RRefFork
 from telegrad.errors import SerializationError, UsageError
-from telegrad.nn import owner
 from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.nn.placement import has_device_map, parse
-from telegrad.nn.refused import Refusals, refuse
+from telegrad.nn.unsupported import Refusals, refuse
 from telegrad.rpc.api import rpc_async, rpc_sync
 
 
