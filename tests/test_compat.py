@@ -37,7 +37,7 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.launch import free_port
-from telegrad.rpc import RpcBackendOptions, strangers
+from telegrad.rpc import RpcBackendOptions
 from telegrad.rpc.stores import JobStore
 
 SOURCE = Path(__file__).parent.parent / "src"

@@ -59,7 +59,7 @@ LAYERS = [line.split() for line in """
     telegrad.autograd
     telegrad._worker
     telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.stores
-    telegrad.rpc.strangers
+    telegrad.rpc.foreign_rpc
     telegrad.rpc.records
     telegrad.rpc.rendezvous
     telegrad.rpc.network

@@ -28,12 +28,12 @@ from telegrad._wire.tensors import no_device_map
 from telegrad._wire.values import Route
 from telegrad._worker import To, Worker, WorkerInfo
 from telegrad.errors import RendezvousError, UsageError
+from telegrad.rpc.foreign_rpc import Strangers, knock_at
 from telegrad.rpc.network import Network, host_id
 from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret
 from telegrad.rpc.records import link_key
 from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import StoreGoneError, identity_in, open_store
-from telegrad.rpc.strangers import Strangers, knock_at
 
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 

@@ -31,9 +31,9 @@ from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
 from telegrad._transport.handshake import derive_key
 from telegrad.errors import AuthenticationError, RendezvousError
+from telegrad.rpc.foreign_rpc import Strangers
 from telegrad.rpc.records import SIGNATURE_BYTES, check_names, check_on_this_host, digest_of, read_record, sign
 from telegrad.rpc.stores import JobStore, StoreGoneError, malformed
-from telegrad.rpc.strangers import Strangers
 
 log = logging.getLogger("telegrad.rpc")
 
