@@ -24,7 +24,7 @@ from puppets import PROGRAMS, clean_environment
 from support import AT_ONCE, Gate, eventually, pass_through
 from telegrad._agent import barrier
 from telegrad.cli import main
-from telegrad.compat import autograd, nn, optim, rpc, words
+from telegrad.compat import autograd, nn, optim, rpc
 from telegrad.compat.children import SITE, VARIABLE, adopt_children
 from telegrad.compat.futures import Future, collect_all, wait_all
 from telegrad.compat.rpc import gather

@@ -83,7 +83,7 @@ LAYERS = [line.split() for line in """
     telegrad.checkpoint
     telegrad.compat.children  telegrad.compat.graph_view  telegrad.compat.node_hooks  telegrad.compat.optim
     telegrad.compat.profiling
-    telegrad.compat.words
+    telegrad.compat.error_texts
     telegrad.compat.futures
     telegrad.compat.rref
     telegrad.compat.worker

@@ -28,10 +28,10 @@ from telegrad import autograd
 from telegrad._current import current_worker
 from telegrad.autograd import is_available as is_available
 from telegrad.autograd.context import Context, current_context, enter, leave
+from telegrad.compat.error_texts import speaks_as_torch
 from telegrad.compat.graph_view import NodeView, recv_view, send_view
 from telegrad.compat.profiling import is_profiling
 from telegrad.compat.rpc.debugging import autograd_get_debug_info
-from telegrad.compat.words import speaks_as_torch
 from telegrad.compat.worker import CompatWorker
 from telegrad.errors import TelegradError, UsageError
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from telegrad._agent.futures import Future as TelegradFuture
-from telegrad.compat.words import as_torch_rebuilds, translated
+from telegrad.compat.error_texts import as_torch_rebuilds, translated
 
 
 class Future(TelegradFuture):

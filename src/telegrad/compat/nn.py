@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import torch
 
 from telegrad import nn
+from telegrad.compat.error_texts import speaks_as_torch
 from telegrad.compat.rref import RRef
-from telegrad.compat.words import speaks_as_torch
 from telegrad.errors import SerializationError, UsageError
 from telegrad.nn.remote_module import Passenger
 from telegrad.nn.unsupported import INSTEAD

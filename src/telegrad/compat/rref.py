@@ -11,9 +11,9 @@ from telegrad._rref.rref import UNSET_TIMEOUT, Proxy, with_value
 from telegrad._rref.rref import RRef as TelegradRRef
 from telegrad._wire.callables import export
 from telegrad._wire.messages import RRefFork
+from telegrad.compat.error_texts import in_torchs_words, speaks_as_torch, spoken
 from telegrad.compat.futures import Future
 from telegrad.compat.profiling import profiled
-from telegrad.compat.words import in_torchs_words, speaks_as_torch, spoken
 from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationError, UsageError
 
 T = TypeVar("T")

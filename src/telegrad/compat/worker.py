@@ -21,10 +21,10 @@ from telegrad._worker import To, Worker
 from telegrad._worker import WorkerInfo as TelegradWorkerInfo
 from telegrad.autograd.context import Context
 from telegrad.compat import node_hooks
+from telegrad.compat.error_texts import as_torch_rebuilds, speaks_as_torch
 from telegrad.compat.futures import Future
 from telegrad.compat.graph_view import is_recv
 from telegrad.compat.rref import RRef
-from telegrad.compat.words import as_torch_rebuilds, speaks_as_torch
 from telegrad.errors import TelegradError, UsageError
 from telegrad.rpc.options import check_name
 

@@ -22,6 +22,7 @@ from telegrad._current import clear_process_worker, current_worker, is_initializ
 from telegrad._rref.rref import RRef as TelegradRRef
 from telegrad._worker import To, Worker
 from telegrad.compat import futures
+from telegrad.compat.error_texts import speaks_as_torch
 from telegrad.compat.profiling import profiled
 from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -30,7 +31,6 @@ from telegrad.compat.rpc.gather import Gatherings
 from telegrad.compat.rpc.internal import _internal_rpc_pickler
 from telegrad.compat.rref import RRef as RRef
 from telegrad.compat.rref import _rref_typeof_on_owner as _rref_typeof_on_owner
-from telegrad.compat.words import speaks_as_torch
 from telegrad.compat.worker import CompatWorker
 from telegrad.compat.worker import WorkerInfo as WorkerInfo
 from telegrad.errors import NotInitializedError, RpcTimeoutError, TelegradError, UsageError, WorkerLostError

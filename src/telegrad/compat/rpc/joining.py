@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 from telegrad._current import current_worker, is_initialized
 from telegrad.compat import autograd
+from telegrad.compat.error_texts import speaks_as_torch
 from telegrad.compat.rpc import api, backend_registry
 from telegrad.compat.rpc.debugging import _rref_context_get_debug_info, autograd_get_debug_info
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions, check_devices
-from telegrad.compat.words import speaks_as_torch
 from telegrad.errors import UsageError
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.rpc.stores import identity_in

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from telegrad.compat.error_texts import speaks_as_torch
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
-from telegrad.compat.words import speaks_as_torch
 from telegrad.compat.worker import CompatWorker
 from telegrad.errors import UsageError
 from telegrad.rpc.options import UNSET, Device, DeviceMap, RpcBackendOptions
