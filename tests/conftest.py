@@ -30,5 +30,5 @@ def _one_torch_thread() -> None:
 def _no_process_left() -> Iterator[None]:
     """Ends the process that forks worker processes, if a test has started it."""
     yield
-    if (puppets := sys.modules.get("puppets")) is not None:
-        puppets.close_nursery()
+    if (worker_processes := sys.modules.get("worker_processes")) is not None:
+        worker_processes.close_nursery()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from puppets import clean_environment
+from worker_processes import clean_environment
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 

@@ -26,14 +26,14 @@ from safetensors import safe_open
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
-import puppets
+import worker_processes
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, checkpoint, rpc
 from telegrad._current import current_worker
-from telegrad.checkpoint import CheckpointError, tensors
+from telegrad.checkpoint import CheckpointError, fanout, json_state, tensors
 from telegrad.checkpoint.files import Directory
 from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
-from telegrad.nn import RemoteModule
+from telegrad.nn import RemoteModule, remote_side
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
 
@@ -422,8 +422,8 @@ def no_values_on_the_wire() -> Iterator[None]:
         raise AssertionError("the state of a remote part was sent")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, "get_state", refuse)
-        patch.setattr(owner, "set_state", refuse)
+        patch.setattr(remote_side, "get_state", refuse)
+        patch.setattr(remote_side, "set_state", refuse)
         yield
 
 
@@ -936,7 +936,7 @@ def test_paths_are_those_of_the_driver(trio: Cluster, tmp_path: Path, monkeypatc
     checkpoint.save("run", {"layer": layer})
     assert checkpoint.latest(tmp_path / "here" / "run") == 0
     directories: list[str] = []
-    monkeypatch.setattr(owners, "_prepare", lambda ready, directory, *_: directories.append(path_of(directory)) or [])
+    monkeypatch.setattr(fanout, "_prepare", lambda ready, directory, *_: directories.append(path_of(directory)) or [])
     checkpoint.load("run", {"layer": layer})
     assert directories == [str(tmp_path / "here" / "run" / "step-000000")]
 
@@ -949,7 +949,7 @@ def test_a_file_has_the_mode_that_the_umask_of_its_writer_allows(
     trio: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The driver's own files by its umask; those of an owner by that owner's, which lets nobody else read."""
-    write = owners.write
+    write = fanout.write
 
     def write_privately(directory: int, file: str, stored: Any) -> Any:
         assert os.umask(0o077) == 0o027
@@ -958,7 +958,7 @@ def test_a_file_has_the_mode_that_the_umask_of_its_writer_allows(
         finally:
             os.umask(0o027)
 
-    monkeypatch.setattr(owners, "write", write_privately)
+    monkeypatch.setattr(fanout, "write", write_privately)
     tmp_path.chmod(0o755)
     before = os.umask(0o027)
     try:
@@ -1019,14 +1019,14 @@ def test_the_files_of_a_checkpoint_are_not_written_through_links(
 ) -> None:
     """Even if the link is put there while the save runs."""
     layer = rpc.remote("b", make_layer, (0,))
-    take = owners._take
+    take = fanout._take
 
     def plant(holders: Any) -> Any:
         (temporary,) = tmp_path.glob("run/.saving-*")
         (temporary / name).symlink_to(victim)
         return take(holders)
 
-    monkeypatch.setattr(owners, "_take", plant)
+    monkeypatch.setattr(fanout, "_take", plant)
     with pytest.raises((CheckpointError, FileExistsError), match="File exists"):
         checkpoint.save(tmp_path / "run", {"layer": layer})
     assert victim.read_text() == "precious"
@@ -1127,7 +1127,7 @@ def test_no_step_is_half_in_a_checkpoint(trio: Cluster, tmp_path: Path, monkeypa
     model = Model("aab", optim.SGD)
     before = model.state()
     gate = Gate()
-    write = owners.write
+    write = fanout.write
 
     def slowly(directory: int, file: str, stored: Any) -> Any:
         if file == "layer0.a.safetensors":
@@ -1139,7 +1139,7 @@ def test_no_step_is_half_in_a_checkpoint(trio: Cluster, tmp_path: Path, monkeypa
         now = _on(trio, lambda: rpc.rpc_sync(layer.owner_name(), state_of, (layer,)))
         return not torch.equal(now["0.weight"], before[number]["0.weight"])
 
-    monkeypatch.setattr(owners, "write", slowly)
+    monkeypatch.setattr(fanout, "write", slowly)
     with autograd.context() as context_id:
         tensor = torch.randn(8, 4, dtype=torch.float64)
         for layer in model.layers:
@@ -1326,7 +1326,7 @@ def test_what_the_driver_sees_must_be_what_the_owners_wrote(
             os.unlink(file, dir_fd=directory)
         return records, size + 1
 
-    monkeypatch.setattr(owners, "write", short)
+    monkeypatch.setattr(fanout, "write", short)
     with pytest.raises(CheckpointError) as info:
         checkpoint.save(tmp_path, {"layer0": make_layer(0), "layer1": make_layer(1)})
     size = info.value.problems[0].split()[-1]
@@ -1379,13 +1379,13 @@ def holds(bag: rpc.RRef[Bag], step: int) -> bool:
 
 def test_a_driver_that_is_killed_at_any_moment_leaves_a_checkpoint(tmp_path: Path) -> None:
     names = ["worker0"]
-    with puppets.troupe(1) as (driver,):
+    with worker_processes.running_workers(1) as (driver,):
         moments = driver.run(save_here_and, names, str(tmp_path), 1)
     assert moments >= 9
     found = []
     for moment in range(1, moments + 1):
-        with puppets.puppets(1) as cast:
-            puppets.join(cast)
+        with worker_processes.worker_processes(1) as cast:
+            worker_processes.join(cast)
             before = checkpoint.latest(tmp_path)
             pending = cast[0].start(save_here_and, names, str(tmp_path), before + 1, moment)
             with pytest.raises(AssertionError, match="died in"):
@@ -1397,7 +1397,7 @@ def test_a_driver_that_is_killed_at_any_moment_leaves_a_checkpoint(tmp_path: Pat
     assert found == sorted(found)  # there is one moment from which on the new one counts
     assert found[0] == 0
     assert found[-1] == 1
-    with puppets.troupe(1) as (driver,):
+    with worker_processes.running_workers(1) as (driver,):
         driver.run(save_here_and, names, str(tmp_path), 1000)
     assert checkpoint.latest(tmp_path) == 1000
     assert not [entry for entry in os.listdir(tmp_path) if entry.startswith((".saving", ".removing"))]
@@ -1406,8 +1406,8 @@ def test_a_driver_that_is_killed_at_any_moment_leaves_a_checkpoint(tmp_path: Pat
 @pytest.mark.parametrize("moment", [1, 2, 3])
 def test_an_owner_that_is_killed_while_it_writes(tmp_path: Path, moment: int) -> None:
     names = ["worker0", "worker1"]
-    with puppets.puppets(2) as cast:
-        puppets.join(cast)
+    with worker_processes.worker_processes(2) as cast:
+        worker_processes.join(cast)
         driver, owner = cast
         driver.run(save_here_and, names, str(tmp_path), 1)
         owner.run(die_when_writing, moment)
@@ -1415,8 +1415,8 @@ def test_an_owner_that_is_killed_while_it_writes(tmp_path: Path, moment: int) ->
             driver.run(save_here_and, names, str(tmp_path), 2)
         owner.wait_dead()
         assert not list(tmp_path.glob(".saving-*"))
-        puppets.leave([driver])
-    with puppets.troupe(2) as (driver, _):
+        worker_processes.leave([driver])
+    with worker_processes.running_workers(2) as (driver, _):
         assert driver.run(load_here, names, str(tmp_path)) == (1, [True, True])
 
 
@@ -1444,10 +1444,10 @@ plain_data = strategies.recursive(
 
 @hypothesis.given(plain_data)
 def test_plain_data_goes_through_json_unchanged(value: Any) -> None:
-    parts = plain.Parts("it")
+    parts = json_state.Parts("it")
     apart = parts.take_apart(value)
     assert not parts.problems
-    text = json.dumps(plain.to_json(apart), allow_nan=False)
-    back = plain.from_json(json.loads(text))
-    assert set(plain.tensor_names(back)) == set(parts.tensors)
-    assert_same(plain.put_together(back, parts.tensors), value)
+    text = json.dumps(json_state.to_json(apart), allow_nan=False)
+    back = json_state.from_json(json.loads(text))
+    assert set(json_state.tensor_names(back)) == set(parts.tensors)
+    assert_same(json_state.put_together(back, parts.tensors), value)

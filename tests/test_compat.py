@@ -20,11 +20,10 @@ import pytest
 import torch
 
 import telegrad.rpc
-from puppets import PROGRAMS, clean_environment
 from support import AT_ONCE, Gate, eventually, pass_through
 from telegrad._agent import barrier
 from telegrad.cli import main
-from telegrad.compat import autograd, nn, optim, rpc
+from telegrad.compat import autograd, error_texts, nn, optim, rpc
 from telegrad.compat.children import SITE, VARIABLE, adopt_children
 from telegrad.compat.futures import Future, collect_all, wait_all
 from telegrad.compat.rpc import gather
@@ -37,8 +36,9 @@ from telegrad.errors import (
     UsageError,
 )
 from telegrad.launch import free_port
-from telegrad.rpc import RpcBackendOptions
+from telegrad.rpc import RpcBackendOptions, foreign_rpc
 from telegrad.rpc.stores import JobStore
+from worker_processes import PROGRAMS, clean_environment
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -309,10 +309,10 @@ def test_marks_of_torch_count_only_after_a_while_and_of_missing_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(strangers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(foreign_rpc.time, "monotonic", lambda: now[0])
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     knocks: list[None] = []
-    looking = strangers.Strangers(JobStore(store), lambda: knocks.append(None))
+    looking = foreign_rpc.Strangers(JobStore(store), lambda: knocks.append(None))
     store.set("rpc_prefix_0/0/1", "gloo was here")
     for now[0] in (100.1, 101.0, 102.0):
         looking.check([1])
@@ -353,16 +353,16 @@ def test_a_worker_with_a_world_size_and_one_without(tmp_path: Path) -> None:
     ],
 )
 def test_an_error_has_torchs_words_and_its_own(error: Exception, text: str) -> None:
-    new = words.translated(error)
+    new = error_texts.translated(error)
     assert type(new) is type(error)
     assert str(new).startswith(text)
     assert str(error) in str(new)
-    assert words.translated(new) is new
+    assert error_texts.translated(new) is new
 
 
 def test_an_error_without_words_stays_as_it_is() -> None:
     error = ValueError("of the user's own")
-    assert words.translated(error) is error
+    assert error_texts.translated(error) is error
 
 
 def test_errors_of_the_worker_itself(alone: Any) -> None:

@@ -19,12 +19,12 @@ from torch.nn.modules.module import _global_module_registration_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from programs.ddp import CASES
-from puppets import PROGRAMS, clean_environment
 from support import PATIENCE, in_thread
 from telegrad import autograd, rpc
 from telegrad.autograd.ddp import Swapping
 from telegrad.launch import free_port
 from telegrad.testing import cluster
+from worker_processes import PROGRAMS, clean_environment
 
 
 def run(workers: int, program: Path) -> str:

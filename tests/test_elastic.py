@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from puppets import PROGRAMS, clean_environment
 from telegrad.launch import free_port
+from worker_processes import PROGRAMS, clean_environment
 
 PATIENCE = 90.0
 

@@ -20,7 +20,7 @@ from types import ModuleType
 import pytest
 
 from examples import EXAMPLES, difference, run_example
-from puppets import clean_environment
+from worker_processes import clean_environment
 
 HYBRID = EXAMPLES / "hybrid"
 STEPS = 40

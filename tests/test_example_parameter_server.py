@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from examples import EXAMPLES, difference, run_example
-from puppets import clean_environment
 from telegrad.launch import free_port
 from telegrad.launch.process import end_with
+from worker_processes import clean_environment
 
 ALONE, TOGETHER = "one update for each trainer", "all trainers together"
 

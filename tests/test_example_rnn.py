@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from examples import EXAMPLES, difference, run_example
-from puppets import clean_environment
+from worker_processes import clean_environment
 
 SMALL = ("--windows", "60", "--length", "15")
 

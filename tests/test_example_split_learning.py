@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from examples import EXAMPLES, difference, run_example
-from puppets import clean_environment
 from telegrad.launch import free_port
+from worker_processes import clean_environment
 
 FOLDER = EXAMPLES / "split_learning"
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from puppets import puppets
 from support import Gate, eventually, in_thread
 from telegrad import autograd, rpc
 from telegrad.testing import Cluster, cluster
+from worker_processes import worker_processes
 
 W: dict[str, Tensor] = {}  # what worker b has
 
@@ -143,8 +143,8 @@ def test_a_fetch_in_no_grad_that_must_wait_is_not_part_of_the_context(workers: C
 
 
 def test_a_parameter_can_be_sent_while_another_thread_uses_it() -> None:
-    with puppets(1) as (puppet,):
-        assert puppet.start(send_and_use, 3.0).result(60) > 0
+    with worker_processes(1) as (process,):
+        assert process.start(send_and_use, 3.0).result(60) > 0
 
 
 def send_and_use(seconds: float) -> int:

@@ -9,10 +9,10 @@ import pytest
 
 from certificates import OwnAuthority
 from namespaces import ADDRESSES, Hosts, needs_namespaces, two_hosts
-from programs import deeds, hostile
-from puppets import Puppet, join, puppets
+from programs import hostile, remote_functions
 from support import eventually
 from telegrad import rpc
+from worker_processes import WorkerProcess, join, worker_processes
 
 MB = 1 << 20
 SECRET = "a secret of these tests"
@@ -25,14 +25,14 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def three(hosts: Hosts) -> Iterator[list[Puppet]]:
+def three(hosts: Hosts) -> Iterator[list[WorkerProcess]]:
     """Two honest workers on one host, and a third on another."""
     first, second = hosts.namespaces
-    with puppets(3, netns=(first, first, second)) as cast:
+    with worker_processes(3, netns=(first, first, second)) as cast:
         yield cast
 
 
-def join_between_hosts(cast: list[Puppet], **options: object) -> None:
+def join_between_hosts(cast: list[WorkerProcess], **options: object) -> None:
     join(cast, init_method=f"tcp://{ADDRESSES[0]}:29500", secret=SECRET, **options)
 
 
@@ -41,7 +41,7 @@ def join_between_hosts(cast: list[Puppet], **options: object) -> None:
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_worker_cannot_pass_for_another_on_the_same_host(transport: str) -> None:
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         join(cast, transports=(transport,), secret=SECRET)
         victim, _, impostor = cast
         assert impostor.run(hostile.call, "worker0") == ("answered", "honest")
@@ -55,7 +55,7 @@ def test_a_worker_cannot_pass_for_another_on_the_same_host(transport: str) -> No
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_worker_that_is_dialled_as_itself_does_not_lose_itself(transport: str) -> None:
-    with puppets(2) as cast:
+    with worker_processes(2) as cast:
         join(cast, transports=(transport,), secret=SECRET)
         victim, impostor = cast
         outcome = impostor.run(hostile.pass_for, "worker0", "worker0")
@@ -68,20 +68,20 @@ def test_a_worker_that_is_dialled_as_itself_does_not_lose_itself(transport: str)
 def test_a_worker_that_the_job_does_not_have_is_refused_and_keeps_no_other_out(tmp_path: Path) -> None:
     """In a job of open size, where the worker that it calls looks for its record in the store."""
     options = {"init_method": f"file://{tmp_path}/meet", "init_timeout": 20}
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         victim, hostile_one, newcomer = cast
-        for rank, puppet in enumerate(cast[:2]):
-            puppet.run(deeds.start_worker, f"worker{rank}", rank, None, options)
+        for rank, process in enumerate(cast[:2]):
+            process.run(remote_functions.start_worker, f"worker{rank}", rank, None, options)
         assert hostile_one.run(hostile.call, "worker0") == ("answered", "honest")
         for _ in range(5):
             assert hostile_one.run(hostile.come_as_a_ghost, "worker0") == "closed"
         assert "a worker that calls itself 'ghost'" in victim.wait_for_log("refused")
-        newcomer.run(deeds.start_worker, "worker2", 2, None, options)
+        newcomer.run(remote_functions.start_worker, "worker2", 2, None, options)
         assert newcomer.run(hostile.call, "worker0") == ("answered", "honest")
 
 
 @needs_namespaces
-def test_a_worker_cannot_pass_for_another_from_another_host(three: list[Puppet]) -> None:
+def test_a_worker_cannot_pass_for_another_from_another_host(three: list[WorkerProcess]) -> None:
     join_between_hosts(three)
     victim, honest, impostor = three
     outcome = impostor.run(hostile.pass_for, "worker1", "worker0")
@@ -92,7 +92,9 @@ def test_a_worker_cannot_pass_for_another_from_another_host(three: list[Puppet])
 
 
 @needs_namespaces
-def test_with_an_authority_a_worker_needs_a_certificate_of_its_own_name(three: list[Puppet], tmp_path: Path) -> None:
+def test_with_an_authority_a_worker_needs_a_certificate_of_its_own_name(
+    three: list[WorkerProcess], tmp_path: Path
+) -> None:
     """The third party has the job's secret, and a certificate of the authority, but for another name."""
     authority = OwnAuthority(tmp_path)
     names = {"worker0": "worker0", "worker1": "worker1", "worker2": "mallory"}
@@ -109,7 +111,7 @@ def test_with_an_authority_a_worker_needs_a_certificate_of_its_own_name(three: l
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_worker_gets_no_more_than_two_connections(transport: str) -> None:
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         join(cast, transports=(transport,), secret=SECRET)
         victim, _, greedy = cast
         assert greedy.run(hostile.keep_connecting, "worker0", 20) <= 2
@@ -124,20 +126,20 @@ def test_a_worker_gets_no_more_than_two_connections(transport: str) -> None:
 def test_a_worker_on_another_host_reaches_no_shared_memory(hosts: Hosts) -> None:
     """Its record names the process and the word of a worker that shares memory with the victim."""
     first, second = hosts.namespaces
-    with puppets(3, netns=(first, first, second)) as cast:
+    with worker_processes(3, netns=(first, first, second)) as cast:
         victim, sharing, thief = cast
         pending = [
-            puppet.start(deeds.start_worker, f"worker{rank}", rank, None, {**OPEN, "secret": SECRET})
-            for rank, puppet in enumerate(cast[:2])
+            process.start(remote_functions.start_worker, f"worker{rank}", rank, None, {**OPEN, "secret": SECRET})
+            for rank, process in enumerate(cast[:2])
         ]
         for one in pending:
             one.result()
         assert eventually(lambda: sharing.run(hostile.shares_memory_with, "worker0"))
-        sharing.run(rpc.rpc_sync, "worker0", hostile.keep, args=(deeds.filled(4 * MB, 7),))
+        sharing.run(rpc.rpc_sync, "worker0", hostile.keep, args=(remote_functions.filled(4 * MB, 7),))
         memory = sharing.run(hostile.shared_memory_of_this_process)
         (segment,) = [segment for segment in memory["segments"] if segment[2] >= MB]
         thief.run(hostile.claim_the_memory_of, memory)
-        thief.run(deeds.start_worker, "worker2", 2, None, {**OPEN, "secret": SECRET})
+        thief.run(remote_functions.start_worker, "worker2", 2, None, {**OPEN, "secret": SECRET})
         kind, text = thief.run(hostile.name_foreign_memory, "worker0", segment)
         assert kind != "answered", f"the thief read {text} from another worker's memory"
         assert "names shared memory, but is not on this host" in text
@@ -153,10 +155,10 @@ OPEN = {"init_method": f"tcp://{ADDRESSES[0]}:29500", "init_timeout": 20}
 
 @needs_namespaces
 def test_a_job_without_a_secret_listens_on_no_address_of_the_network(hosts: Hosts) -> None:
-    with puppets(2, netns=(hosts.namespaces[0],) * 2) as cast:
+    with worker_processes(2, netns=(hosts.namespaces[0],) * 2) as cast:
         join(cast)
-        assert cast[0].run(deeds.call_all, ["worker0", "worker1"]) == 2
-        addresses = [address for puppet in cast for address in puppet.run(hostile.listening_addresses)]
+        assert cast[0].run(remote_functions.call_all, ["worker0", "worker1"]) == 2
+        addresses = [address for process in cast for address in process.run(hostile.listening_addresses)]
         assert addresses, "the store listens somewhere"
         assert all(address in ("127.0.0.1", "::1", "::ffff:127.0.0.1") for address in addresses), addresses
-        assert eventually(lambda: set(cast[0].run(deeds.links)) == {"SocketStream"})
+        assert eventually(lambda: set(cast[0].run(remote_functions.links)) == {"SocketStream"})

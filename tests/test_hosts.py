@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from namespaces import ADDRESSES, Hosts, needs_namespaces, two_hosts
-from programs import deeds
-from programs.puppet_tools import enter_namespace
-from puppets import Pending, Puppet, leave, puppets
+from programs import remote_functions
+from programs.process_tools import enter_namespace
 from support import AT_ONCE
 from telegrad import rpc
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
+from worker_processes import Pending, WorkerProcess, leave, worker_processes
 
 PORT = 29500
 ALL_PACKETS = 0x0300  # ETH_P_ALL, in network order
@@ -33,21 +33,23 @@ def hosts() -> Iterator[Hosts]:
 
 
 @pytest.fixture
-def pair(hosts: Hosts) -> Iterator[list[Puppet]]:
+def pair(hosts: Hosts) -> Iterator[list[WorkerProcess]]:
     """One process on each host."""
-    with puppets(2, netns=hosts.namespaces) as cast:
+    with worker_processes(2, netns=hosts.namespaces) as cast:
         yield cast
 
 
-def begin(cast: list[Puppet], secrets_of: tuple[str | None, str | None], **options: Any) -> list[Pending]:
+def begin(cast: list[WorkerProcess], secrets_of: tuple[str | None, str | None], **options: Any) -> list[Pending]:
     options = {"init_method": f"tcp://{ADDRESSES[0]}:{PORT}", "init_timeout": 20, **options}
     return [
-        puppet.start(deeds.start_worker, f"worker{rank}", rank, len(cast), {**options, "secret": secrets_of[rank]})
-        for rank, puppet in enumerate(cast)
+        process.start(
+            remote_functions.start_worker, f"worker{rank}", rank, len(cast), {**options, "secret": secrets_of[rank]}
+        )
+        for rank, process in enumerate(cast)
     ]
 
 
-def join(cast: list[Puppet], **options: Any) -> None:
+def join(cast: list[WorkerProcess], **options: Any) -> None:
     for one in begin(cast, ("ours", "ours"), **options):
         one.result()
 
@@ -81,55 +83,56 @@ def wiretap(hosts: Hosts) -> Iterator[bytearray]:
         thread.join(10)
 
 
-def test_workers_of_two_hosts_meet_and_nobody_can_listen_in(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_workers_of_two_hosts_meet_and_nobody_can_listen_in(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     join(pair)
     text = "a sentence that nobody on the way should read"
     with wiretap(hosts) as heard:
-        assert pair[0].run(rpc.rpc_sync, "worker1", deeds.echo, args=(text,)) == text
-        assert pair[1].run(rpc.rpc_sync, "worker0", deeds.echo, args=(text,)) == text
-        assert pair[0].run(rpc.rpc_sync, "worker1", deeds.whoami) == ("worker1", pair[1].pid)
+        assert pair[0].run(rpc.rpc_sync, "worker1", remote_functions.echo, args=(text,)) == text
+        assert pair[1].run(rpc.rpc_sync, "worker0", remote_functions.echo, args=(text,)) == text
+        assert pair[0].run(rpc.rpc_sync, "worker1", remote_functions.whoami) == ("worker1", pair[1].pid)
     assert len(heard) > 1000, "the wiretap hears"
     assert text.encode() not in heard
-    for puppet in pair:
-        assert set(puppet.run(deeds.links)) == {"TlsStream"}
-    same, lanes = pair[0].run(deeds.send_around, "worker1", 9 << 20)
+    for process in pair:
+        assert set(process.run(remote_functions.links)) == {"TlsStream"}
+    same, lanes = pair[0].run(remote_functions.send_around, "worker1", 9 << 20)
     assert same
     assert lanes == 0
-    assert pair[0].run(deeds.use_references, "worker1", "worker0") == 16
+    assert pair[0].run(remote_functions.use_references, "worker1", "worker0") == 16
     leave(pair)
 
 
-def test_the_wiretap_would_hear_plain_text(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_the_wiretap_would_hear_plain_text(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     """That the test above finds nothing is only worth something if there would be something to find."""
     with wiretap(hosts) as heard:
-        serving = pair[0].start(deeds.serve_once, ADDRESSES[0], PORT)
-        pair[1].run(deeds.send_plain, ADDRESSES[0], PORT, b"a sentence in plain text")
+        serving = pair[0].start(remote_functions.serve_once, ADDRESSES[0], PORT)
+        pair[1].run(remote_functions.send_plain, ADDRESSES[0], PORT, b"a sentence in plain text")
         serving.result()
     assert b"a sentence in plain text" in heard
 
 
 def test_workers_of_one_host_use_its_short_way_among_workers_of_two(hosts: Hosts) -> None:
     first, second = hosts.namespaces
-    with puppets(3, netns=(first, second, second)) as cast:
+    with worker_processes(3, netns=(first, second, second)) as cast:
         options = {"init_method": f"tcp://{ADDRESSES[0]}:{PORT}", "init_timeout": 20, "secret": "ours"}
         pending = [
-            puppet.start(deeds.start_worker, f"worker{rank}", rank, 3, options) for rank, puppet in enumerate(cast)
+            process.start(remote_functions.start_worker, f"worker{rank}", rank, 3, options)
+            for rank, process in enumerate(cast)
         ]
         for one in pending:
             one.result()
-        cast[1].run(deeds.call_all, ["worker0", "worker2"])
-        assert sorted(cast[1].run(deeds.links)) == ["SocketStream", "TlsStream"]
+        cast[1].run(remote_functions.call_all, ["worker0", "worker2"])
+        assert sorted(cast[1].run(remote_functions.links)) == ["SocketStream", "TlsStream"]
         leave(cast)
 
 
-def test_a_worker_may_listen_on_all_its_addresses(pair: list[Puppet]) -> None:
+def test_a_worker_may_listen_on_all_its_addresses(pair: list[WorkerProcess]) -> None:
     join(pair, host="0.0.0.0")
-    assert pair[0].run(rpc.rpc_sync, "worker1", deeds.whoami) == ("worker1", pair[1].pid)
-    assert pair[1].run(rpc.rpc_sync, "worker0", deeds.whoami) == ("worker0", pair[0].pid)
+    assert pair[0].run(rpc.rpc_sync, "worker1", remote_functions.whoami) == ("worker1", pair[1].pid)
+    assert pair[1].run(rpc.rpc_sync, "worker0", remote_functions.whoami) == ("worker0", pair[0].pid)
     leave(pair)
 
 
-def test_another_secret_is_refused(pair: list[Puppet]) -> None:
+def test_another_secret_is_refused(pair: list[WorkerProcess]) -> None:
     for one in begin(pair, ("ours", "theirs"), init_timeout=5):
         # Whoever notices first tells the other.
         with pytest.raises(
@@ -138,7 +141,7 @@ def test_another_secret_is_refused(pair: list[Puppet]) -> None:
             one.result()
 
 
-def test_without_a_secret_hosts_do_not_talk_and_say_why(pair: list[Puppet]) -> None:
+def test_without_a_secret_hosts_do_not_talk_and_say_why(pair: list[WorkerProcess]) -> None:
     first, second = begin(pair, (None, None), init_timeout=5)
     with pytest.raises(RendezvousError, match=r"is on another host.* set the same TELEGRAD_SECRET on every worker"):
         second.result()
@@ -146,51 +149,60 @@ def test_without_a_secret_hosts_do_not_talk_and_say_why(pair: list[Puppet]) -> N
         first.result()
 
 
-def test_without_a_secret_the_store_cannot_be_reached_from_another_host(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_without_a_secret_the_store_cannot_be_reached_from_another_host(
+    hosts: Hosts, pair: list[WorkerProcess]
+) -> None:
     options = {"init_method": f"tcp://{ADDRESSES[0]}:{PORT}", "init_timeout": 20}
-    with puppets(1, netns=hosts.namespaces[:1]) as (neighbour,):
-        serving = pair[0].start(deeds.start_worker, "worker0", 0, 2, options)
-        neighbour.start(deeds.start_worker, "worker1", 1, 2, options).result()  # by the host's own address
+    with worker_processes(1, netns=hosts.namespaces[:1]) as (neighbour,):
+        serving = pair[0].start(remote_functions.start_worker, "worker0", 0, 2, options)
+        neighbour.start(remote_functions.start_worker, "worker1", 1, 2, options).result()  # by the host's own address
         serving.result()
-        assert neighbour.run(deeds.connects, "127.0.0.1", PORT)
-        assert not pair[1].run(deeds.connects, ADDRESSES[0], PORT)
+        assert neighbour.run(remote_functions.connects, "127.0.0.1", PORT)
+        assert not pair[1].run(remote_functions.connects, ADDRESSES[0], PORT)
         leave([pair[0], neighbour])
 
 
-def test_without_a_secret_a_forged_record_of_another_host_is_refused(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_without_a_secret_a_forged_record_of_another_host_is_refused(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     """The store is torchrun's, which anyone can read and write: it listens on all addresses."""
-    port = pair[0].run(deeds.serve_store, ADDRESSES[0])
+    port = pair[0].run(remote_functions.serve_store, ADDRESSES[0])
     env = {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "0"}
     env |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "job"}
-    with puppets(1, env, netns=hosts.namespaces[:1]) as (victim,):
-        pending = victim.start(deeds.outcome, rpc.init_rpc, "worker0")
-        pair[1].run(deeds.forge_record, ADDRESSES[0], port, ADDRESSES[1])
+    with worker_processes(1, env, netns=hosts.namespaces[:1]) as (victim,):
+        pending = victim.start(remote_functions.outcome, rpc.init_rpc, "worker0")
+        pair[1].run(remote_functions.forge_record, ADDRESSES[0], port, ADDRESSES[1])
         kind, text, _ = pending.result()
     assert kind == "RendezvousError"
     assert "worker 'worker1' is on another host and this job has no secret" in text
 
 
-def test_a_worker_listens_on_the_port_that_it_was_given(pair: list[Puppet]) -> None:
+def test_a_worker_listens_on_the_port_that_it_was_given(pair: list[WorkerProcess]) -> None:
     join(pair, port=4711)
-    for puppet in pair:
-        assert {address.port for address in puppet.run(deeds.addresses) if address.kind == "tcp"} == {4711}
-    assert pair[0].run(rpc.rpc_sync, "worker1", deeds.whoami) == ("worker1", pair[1].pid)
+    for process in pair:
+        assert {address.port for address in process.run(remote_functions.addresses) if address.kind == "tcp"} == {4711}
+    assert pair[0].run(rpc.rpc_sync, "worker1", remote_functions.whoami) == ("worker1", pair[1].pid)
     leave(pair)
 
 
-def test_an_open_address_without_a_secret_is_refused(pair: list[Puppet]) -> None:
+def test_an_open_address_without_a_secret_is_refused(pair: list[WorkerProcess]) -> None:
     options = {"init_method": f"tcp://{ADDRESSES[0]}:{PORT}", "host": ADDRESSES[0]}
     with pytest.raises(UsageError, match=r"refusing to listen on 10\.77\.0\.1 without a secret.*TELEGRAD_SECRET"):
-        pair[0].run(deeds.start_worker, "worker0", 0, 1, options)
+        pair[0].run(remote_functions.start_worker, "worker0", 0, 1, options)
 
 
-def test_a_cut_cable_is_noticed_in_the_middle_of_a_call(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_cut_cable_is_noticed_in_the_middle_of_a_call(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     join(pair, heartbeat=1.0)
-    pair[0].run(rpc.rpc_sync, "worker1", deeds.nothing)
-    pair[1].run(rpc.rpc_sync, "worker0", deeds.nothing)
+    pair[0].run(rpc.rpc_sync, "worker1", remote_functions.nothing)
+    pair[1].run(rpc.rpc_sync, "worker0", remote_functions.nothing)
     pending = [
-        puppet.start(deeds.outcome, rpc.rpc_sync, f"worker{1 - rank}", deeds.wait_forever, args=(3.0,), timeout=0)
-        for rank, puppet in enumerate(pair)
+        process.start(
+            remote_functions.outcome,
+            rpc.rpc_sync,
+            f"worker{1 - rank}",
+            remote_functions.wait_forever,
+            args=(3.0,),
+            timeout=0,
+        )
+        for rank, process in enumerate(pair)
     ]
     time.sleep(0.3)
     start = time.monotonic()
@@ -204,24 +216,24 @@ def test_a_cut_cable_is_noticed_in_the_middle_of_a_call(hosts: Hosts, pair: list
     leave(pair, 10)
 
 
-def test_a_cut_cable_is_noticed_while_data_is_under_way(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_cut_cable_is_noticed_while_data_is_under_way(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     """On such a connection the kernel sends no keepalives, and retransmits for a quarter of an hour."""
     join(pair, heartbeat=1.0)
-    pair[0].run(rpc.rpc_sync, "worker1", deeds.nothing)
+    pair[0].run(rpc.rpc_sync, "worker1", remote_functions.nothing)
     hosts.cut()
-    pending = pair[0].start(deeds.outcome, deeds.big_message, "worker1", 64 << 20)
+    pending = pair[0].start(remote_functions.outcome, remote_functions.big_message, "worker1", 64 << 20)
     kind, text, _ = pending.result(20)
     assert kind == "WorkerLostError"
     assert "worker 'worker1' is lost (its host has not responded for 1 s)" in text
     leave(pair[:1], 10)
 
 
-def test_a_stopped_process_on_another_host_is_not_lost(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_stopped_process_on_another_host_is_not_lost(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     """Its kernel acknowledges, but takes no more than its buffers hold: ``TCP_USER_TIMEOUT`` would end that."""
     join(pair, heartbeat=1.0)
-    pair[0].run(rpc.rpc_sync, "worker1", deeds.nothing)
+    pair[0].run(rpc.rpc_sync, "worker1", remote_functions.nothing)
     pair[1].signal(signal.SIGSTOP)
-    pending = pair[0].start(deeds.big_message, "worker1", 64 << 20)
+    pending = pair[0].start(remote_functions.big_message, "worker1", 64 << 20)
     time.sleep(4)
     pair[1].signal(signal.SIGCONT)
     pending.result()
@@ -229,32 +241,34 @@ def test_a_stopped_process_on_another_host_is_not_lost(hosts: Hosts, pair: list[
     leave(pair, 10)
 
 
-def test_a_cable_cut_before_the_first_call_costs_that_call_and_not_the_worker(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_cable_cut_before_the_first_call_costs_that_call_and_not_the_worker(
+    hosts: Hosts, pair: list[WorkerProcess]
+) -> None:
     join(pair, heartbeat=1.0)
     hosts.cut()
-    for rank, puppet in enumerate(pair):  # one has no route, the other gets no answer
-        call = deeds.outcome, rpc.rpc_sync, f"worker{1 - rank}", deeds.nothing
-        kind, text, seconds = puppet.run(*call, timeout=2.5)
+    for rank, process in enumerate(pair):  # one has no route, the other gets no answer
+        call = remote_functions.outcome, rpc.rpc_sync, f"worker{1 - rank}", remote_functions.nothing
+        kind, text, seconds = process.run(*call, timeout=2.5)
         assert kind == "HostUnreachableError", text
         assert f"worker 'worker{1 - rank}': no connection within 2.5 s" in text
         assert seconds < 2.5 + AT_ONCE
     hosts.mend()
-    for rank, puppet in enumerate(pair):
-        assert puppet.run(rpc.rpc_sync, f"worker{1 - rank}", deeds.add, args=(1, 2)) == 3
+    for rank, process in enumerate(pair):
+        assert process.run(rpc.rpc_sync, f"worker{1 - rank}", remote_functions.add, args=(1, 2)) == 3
     leave(pair, 20)
 
 
-def test_a_dial_that_fails_is_repeated_until_the_calls_deadline(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_dial_that_fails_is_repeated_until_the_calls_deadline(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     join(pair, heartbeat=1.0)
     hosts.cut()
-    pending = pair[0].start(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2))
+    pending = pair[0].start(rpc.rpc_sync, "worker1", remote_functions.add, args=(1, 2))
     time.sleep(1.5)
     hosts.mend()
     assert pending.result() == 3
     leave(pair, 20)
 
 
-def test_a_host_that_was_never_reached_does_not_hold_up_shutdown(hosts: Hosts, pair: list[Puppet]) -> None:
+def test_a_host_that_was_never_reached_does_not_hold_up_shutdown(hosts: Hosts, pair: list[WorkerProcess]) -> None:
     join(pair, heartbeat=1.0)
     hosts.cut()
     leave(pair, 20)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from puppets import PROGRAMS, clean_environment
 from support import PATIENCE, Gate, eventually, in_thread, pass_through
 from telegrad import autograd, rpc
 from telegrad._wire.messages import EndPass
 from telegrad.autograd.context import Registry
 from telegrad.errors import WorkerLostError
 from telegrad.testing import Cluster, cluster
+from worker_processes import PROGRAMS, clean_environment
 
 NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
 WEIGHT = torch.tensor([2.0, 3.0], requires_grad=True)

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from certificates import OwnAuthority
-from programs import deeds, segments
-from puppets import PROGRAMS, Puppet, clean_environment, join, leave, puppets, troupe
+from programs import remote_functions, segments
 from support import AT_ONCE
 from telegrad import rpc
 from telegrad.errors import RpcTimeoutError
 from telegrad.launch import free_port
+from worker_processes import PROGRAMS, WorkerProcess, clean_environment, join, leave, running_workers, worker_processes
 
 MB = 1 << 20
 NAMES = ["worker0", "worker1", "worker2"]
@@ -40,93 +40,103 @@ def way(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def workers(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Puppet]]:
+def workers(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[WorkerProcess]]:
     """Three workers that live as long as this way is tested; each test leaves them as it found them."""
     authority = OwnAuthority(tmp_path_factory.mktemp("tls")) if way == "own certificates" else None
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         if way == "no lane":
-            for puppet in cast:
-                puppet.run(deeds.close_lanes)
+            for process in cast:
+                process.run(remote_functions.close_lanes)
         join(cast, options_of=authority.files_for if authority else None, **WAYS[way])
         yield cast
-        for puppet in cast:
-            assert puppet.run(deeds.leftovers) == deeds.NO_LEFTOVERS
+        for process in cast:
+            assert process.run(remote_functions.leftovers) == remote_functions.NO_LEFTOVERS
         leave(cast)
 
 
 # --- calls, in every way ----------------------------------------------------------------------------------------------
 
 
-def test_everyone_calls_everyone(workers: list[Puppet]) -> None:
-    for puppet in workers:
-        assert puppet.run(deeds.call_all, NAMES, 5) == 15
-    pids = [workers[0].run(rpc.rpc_sync, name, deeds.whoami)[1] for name in NAMES]
-    assert pids == [puppet.pid for puppet in workers]
+def test_everyone_calls_everyone(workers: list[WorkerProcess]) -> None:
+    for process in workers:
+        assert process.run(remote_functions.call_all, NAMES, 5) == 15
+    pids = [workers[0].run(rpc.rpc_sync, name, remote_functions.whoami)[1] for name in NAMES]
+    assert pids == [process.pid for process in workers]
 
 
-def test_the_links_are_of_the_kind_that_was_asked_for(workers: list[Puppet], way: str) -> None:
-    workers[0].run(deeds.call_all, NAMES)
-    kinds = set(workers[0].run(deeds.links))
+def test_the_links_are_of_the_kind_that_was_asked_for(workers: list[WorkerProcess], way: str) -> None:
+    workers[0].run(remote_functions.call_all, NAMES)
+    kinds = set(workers[0].run(remote_functions.links))
     by_tcp = "transports" in WAYS[way]
     assert kinds == {"TlsStream" if by_tcp else "SocketStream"}
-    assert {address.kind for address in workers[0].run(deeds.addresses)} == {"tcp" if by_tcp else "unix"}
+    assert {address.kind for address in workers[0].run(remote_functions.addresses)} == {"tcp" if by_tcp else "unix"}
 
 
-def test_references_between_three(workers: list[Puppet]) -> None:
-    assert workers[0].run(deeds.use_references, "worker1", "worker2") == 16
-    assert workers[2].run(deeds.use_references, "worker2", "worker0") == 16  # its own, lent to another
+def test_references_between_three(workers: list[WorkerProcess]) -> None:
+    assert workers[0].run(remote_functions.use_references, "worker1", "worker2") == 16
+    assert workers[2].run(remote_functions.use_references, "worker2", "worker0") == 16  # its own, lent to another
 
 
-def test_calls_of_calls_and_async_functions(workers: list[Puppet]) -> None:
-    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.forward, args=("worker2", deeds.add, (1, 2))) == 3
-    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.forward, args=("worker0", deeds.add, (1, 2))) == 3
-    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.add_via, args=("worker2", 1, 2)) == 4
+def test_calls_of_calls_and_async_functions(workers: list[WorkerProcess]) -> None:
+    assert (
+        workers[0].run(
+            rpc.rpc_sync, "worker1", remote_functions.forward, args=("worker2", remote_functions.add, (1, 2))
+        )
+        == 3
+    )
+    assert (
+        workers[0].run(
+            rpc.rpc_sync, "worker1", remote_functions.forward, args=("worker0", remote_functions.add, (1, 2))
+        )
+        == 3
+    )
+    assert workers[0].run(rpc.rpc_sync, "worker1", remote_functions.add_via, args=("worker2", 1, 2)) == 4
 
 
-def test_exceptions_keep_type_and_attributes_and_show_the_remote_traceback(workers: list[Puppet]) -> None:
-    kind, number, text = workers[0].run(deeds.unlucky, "worker1")
+def test_exceptions_keep_type_and_attributes_and_show_the_remote_traceback(workers: list[WorkerProcess]) -> None:
+    kind, number, text = workers[0].run(remote_functions.unlucky, "worker1")
     assert (kind, number) == ("Unlucky", 7)
     assert "7: as asked" in text
     assert "worker1" in text
     assert "in fail" in text
 
 
-def test_a_function_that_cannot_be_imported_there_is_named(workers: list[Puppet]) -> None:
-    kind, text = workers[0].run(deeds.error_of_call, "worker1", "nowhere.at_all:function")
+def test_a_function_that_cannot_be_imported_there_is_named(workers: list[WorkerProcess]) -> None:
+    kind, text = workers[0].run(remote_functions.error_of_call, "worker1", "nowhere.at_all:function")
     assert kind == "SerializationError"
     assert "nowhere.at_all" in text
-    kind, text = workers[0].run(deeds.error_of_call, "worker1", "programs.deeds:no_such_function")
+    kind, text = workers[0].run(remote_functions.error_of_call, "worker1", "programs.remote_functions:no_such_function")
     assert kind == "SerializationError"
-    assert "programs.deeds" in text
+    assert "programs.remote_functions" in text
     assert "no_such_function" in text
 
 
 @pytest.mark.parametrize("megabytes", [1, 16, 64])
-def test_big_tensors_come_back_the_same(workers: list[Puppet], way: str, megabytes: int) -> None:
-    same, lanes = workers[0].run(deeds.send_around, "worker1", megabytes * MB + 13)
+def test_big_tensors_come_back_the_same(workers: list[WorkerProcess], way: str, megabytes: int) -> None:
+    same, lanes = workers[0].run(remote_functions.send_around, "worker1", megabytes * MB + 13)
     assert same
     assert (lanes > 0) == (way == "unix")
     assert (workers[0].run(segments.shelf)["segments"] > 0) == (way == "unix")
 
 
-def test_replies_that_are_held_never_change(workers: list[Puppet]) -> None:
-    assert workers[0].run(deeds.keep_replies, "worker1", MB, 30)
+def test_replies_that_are_held_never_change(workers: list[WorkerProcess]) -> None:
+    assert workers[0].run(remote_functions.keep_replies, "worker1", MB, 30)
 
 
-def test_four_threads_send_big_tensors_at_once(workers: list[Puppet]) -> None:
-    assert workers[0].start(deeds.send_from_threads, "worker1", 9 * MB, 4, 3).result(90) == 12
+def test_four_threads_send_big_tensors_at_once(workers: list[WorkerProcess]) -> None:
+    assert workers[0].start(remote_functions.send_from_threads, "worker1", 9 * MB, 4, 3).result(90) == 12
 
 
-def test_numpy_arrays_go_by_pickle(workers: list[Puppet]) -> None:
-    assert workers[0].run(deeds.double_arrays, "worker2")
+def test_numpy_arrays_go_by_pickle(workers: list[WorkerProcess]) -> None:
+    assert workers[0].run(remote_functions.double_arrays, "worker2")
 
 
-def test_a_timeout_leaves_the_worker_in_order(workers: list[Puppet]) -> None:
+def test_a_timeout_leaves_the_worker_in_order(workers: list[WorkerProcess]) -> None:
     with pytest.raises(RpcTimeoutError, match=r"wait_forever on worker 'worker1' got no answer within 0\.2 s"):
-        workers[0].run(rpc.rpc_sync, "worker1", deeds.wait_forever, args=(0.5,), timeout=0.2)
-    assert workers[0].run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
+        workers[0].run(rpc.rpc_sync, "worker1", remote_functions.wait_forever, args=(0.5,), timeout=0.2)
+    assert workers[0].run(rpc.rpc_sync, "worker1", remote_functions.add, args=(1, 2)) == 3
     for worker in workers[:2]:  # also when the late answer has come
-        assert worker.run(deeds.leftovers) == deeds.NO_LEFTOVERS
+        assert worker.run(remote_functions.leftovers) == remote_functions.NO_LEFTOVERS
 
 
 # --- main programs ----------------------------------------------------------------------------------------------------
@@ -167,20 +177,20 @@ def test_functions_of_another_main_program_go_by_value() -> None:
 
 
 def test_functions_of_the_same_main_program_go_by_name() -> None:
-    results = run_programs([str(PROGRAMS / "twins.py")], [str(PROGRAMS / "twins.py")])
+    results = run_programs([str(PROGRAMS / "same_main.py")], [str(PROGRAMS / "same_main.py")])
     assert results == [(0, "worker 0: all well\n"), (0, "worker 1: all well\n")]
 
 
 def test_children_of_multiprocessing_know_their_main_program_too() -> None:
-    ((code, out),) = run_programs([str(PROGRAMS / "twins.py"), "spawn"], env={"WORLD_SIZE": "2"})
+    ((code, out),) = run_programs([str(PROGRAMS / "same_main.py"), "spawn"], env={"WORLD_SIZE": "2"})
     assert code == 0, out
     assert sorted(out.splitlines()) == ["worker 0: all well", "worker 1: all well"]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 def test_whether_a_result_needs_a_gradient_is_decided_by_the_call(enabled: bool) -> None:
-    with troupe(2) as (caller, _):
-        assert caller.run(deeds.results_waited_for_in_another_mode, "worker1", enabled) == [enabled, enabled]
+    with running_workers(2) as (caller, _):
+        assert caller.run(remote_functions.results_waited_for_in_another_mode, "worker1", enabled) == [enabled, enabled]
 
 
 # --- death ------------------------------------------------------------------------------------------------------------
@@ -188,16 +198,16 @@ def test_whether_a_result_needs_a_gradient_is_decided_by_the_call(enabled: bool)
 
 @pytest.mark.parametrize("victim", [2, 0], ids=["worker2", "worker0, which leads and serves the store"])
 def test_when_a_worker_is_killed_its_calls_fail_at_once_and_the_rest_go_on(victim: int) -> None:
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         join(cast)
         killed, name = cast[victim], f"worker{victim}"
-        first, second = others = [puppet for puppet in cast if puppet is not killed]
-        first.run(deeds.start_pending, name, 100)
-        blocked = second.start(deeds.outcome, rpc.rpc_sync, name, deeds.wait_forever, timeout=0)
+        first, second = others = [process for process in cast if process is not killed]
+        first.run(remote_functions.start_pending, name, 100)
+        blocked = second.start(remote_functions.outcome, rpc.rpc_sync, name, remote_functions.wait_forever, timeout=0)
         time.sleep(0.3)
         moment = time.time()
         killed.kill()
-        errors, last = first.start(deeds.reap_pending).result(5)
+        errors, last = first.start(remote_functions.reap_pending).result(5)
         assert {kind for kind, _ in errors} == {"WorkerLostError"}
         assert all(f"worker {name!r} is lost" in text for _, text in errors)
         print(f"the last of 100 calls failed {1000 * (last - moment):.0f} ms after the kill")
@@ -205,18 +215,18 @@ def test_when_a_worker_is_killed_its_calls_fail_at_once_and_the_rest_go_on(victi
         kind, text, _ = blocked.result(5)
         assert kind == "WorkerLostError"
         assert name in text
-        kind, text, seconds = first.run(deeds.outcome, rpc.rpc_sync, name, deeds.nothing)
+        kind, text, seconds = first.run(remote_functions.outcome, rpc.rpc_sync, name, remote_functions.nothing)
         assert kind == "WorkerLostError"
         assert seconds < AT_ONCE
         there = next(other for other in NAMES if other != name and other != f"worker{cast.index(first)}")
-        assert first.run(rpc.rpc_sync, there, deeds.add, args=(1, 2)) == 3
+        assert first.run(rpc.rpc_sync, there, remote_functions.add, args=(1, 2)) == 3
         start = time.monotonic()
         leave(others)
         assert time.monotonic() - start < AT_ONCE
 
 
 def test_a_worker_that_nobody_called_is_missed_at_shutdown_and_not_waited_for() -> None:
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         join(cast)
         cast[2].kill()
         cast[2].wait_dead()
@@ -225,15 +235,15 @@ def test_a_worker_that_nobody_called_is_missed_at_shutdown_and_not_waited_for() 
 
 def test_a_job_that_was_stopped_as_a_whole_goes_on() -> None:
     """As after a Ctrl-Z, or on a laptop that slept."""
-    with troupe(2, heartbeat=1.0) as cast:
+    with running_workers(2, heartbeat=1.0) as cast:
         first = cast[0]
-        first.run(rpc.rpc_sync, "worker1", deeds.nothing)
-        for puppet in cast:
-            puppet.signal(signal.SIGSTOP)
+        first.run(rpc.rpc_sync, "worker1", remote_functions.nothing)
+        for process in cast:
+            process.signal(signal.SIGSTOP)
         time.sleep(3)
-        for puppet in cast:
-            puppet.signal(signal.SIGCONT)
-        assert first.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
+        for process in cast:
+            process.signal(signal.SIGCONT)
+        assert first.run(rpc.rpc_sync, "worker1", remote_functions.add, args=(1, 2)) == 3
         assert "lost" not in first.log()
 
 
@@ -261,9 +271,9 @@ def test_an_idle_worker_costs_little_memory() -> None:
 
 
 def test_twenty_jobs_in_one_process_leave_no_thread_and_no_descriptor() -> None:
-    with puppets(2) as cast:
+    with worker_processes(2) as cast:
         where = f"tcp://127.0.0.1:{free_port()}"
-        pending = [puppet.start(deeds.cycle, rank, 2, where, 20) for rank, puppet in enumerate(cast)]
+        pending = [process.start(remote_functions.cycle, rank, 2, where, 20) for rank, process in enumerate(cast)]
         for one in pending:
             threads, files, names = one.result(60)
             assert threads[-1] <= threads[1], threads
@@ -272,30 +282,34 @@ def test_twenty_jobs_in_one_process_leave_no_thread_and_no_descriptor() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_forked_child_does_not_disturb_its_parent(rank: int) -> None:
-    with troupe(2) as cast:
+    with running_workers(2) as cast:
         parent, other = cast[rank], cast[1 - rank]
         name, other_name = f"worker{rank}", f"worker{1 - rank}"
-        parent.run(rpc.rpc_sync, other_name, deeds.nothing)
-        other.run(rpc.rpc_sync, name, deeds.nothing)
+        parent.run(rpc.rpc_sync, other_name, remote_functions.nothing)
+        other.run(rpc.rpc_sync, name, remote_functions.nothing)
         for how in ("exit at once", "multiprocessing", "use it", "exit properly"):
-            assert parent.run(deeds.fork_and_exit, how) == 0, how
+            assert parent.run(remote_functions.fork_and_exit, how) == 0, how
             if how != "exit properly":  # in a child forked by a thread, the end of that thread is not the program's
-                assert other.run(rpc.rpc_sync, name, deeds.fork_and_exit, args=(how,)) == 0, how
-            assert parent.run(rpc.rpc_sync, other_name, deeds.add, args=(1, 2)) == 3
-            assert other.run(rpc.rpc_sync, name, deeds.add, args=(1, 2)) == 3
-        assert torch.equal(parent.run(rpc.rpc_sync, other_name, deeds.filled, args=(MB, 3)), deeds.filled(MB, 3))
+                assert other.run(rpc.rpc_sync, name, remote_functions.fork_and_exit, args=(how,)) == 0, how
+            assert parent.run(rpc.rpc_sync, other_name, remote_functions.add, args=(1, 2)) == 3
+            assert other.run(rpc.rpc_sync, name, remote_functions.add, args=(1, 2)) == 3
+        assert torch.equal(
+            parent.run(rpc.rpc_sync, other_name, remote_functions.filled, args=(MB, 3)), remote_functions.filled(MB, 3)
+        )
 
 
 def test_the_death_of_a_worker_is_noticed_though_its_forked_children_live() -> None:
     """They inherit its sockets, and as long as anybody holds a socket open its peer sees no end."""
-    with puppets(2) as cast:
+    with worker_processes(2) as cast:
         join(cast)
         dying, waiting = cast
-        waiting.run(rpc.rpc_sync, "worker0", deeds.nothing)
-        dying.run(rpc.rpc_sync, "worker1", deeds.nothing)
-        child = dying.run(deeds.fork_and_stay)
+        waiting.run(rpc.rpc_sync, "worker0", remote_functions.nothing)
+        dying.run(rpc.rpc_sync, "worker1", remote_functions.nothing)
+        child = dying.run(remote_functions.fork_and_stay)
         try:
-            pending = waiting.start(deeds.outcome, rpc.rpc_sync, "worker0", deeds.wait_forever, timeout=0)
+            pending = waiting.start(
+                remote_functions.outcome, rpc.rpc_sync, "worker0", remote_functions.wait_forever, timeout=0
+            )
             time.sleep(0.2)
             start = time.monotonic()
             dying.kill()
@@ -309,21 +323,21 @@ def test_the_death_of_a_worker_is_noticed_though_its_forked_children_live() -> N
 
 @pytest.mark.parametrize("transport", ["unix", "tcp"])
 def test_a_message_that_takes_longer_than_the_heartbeat_is_no_silence(transport: str) -> None:
-    with puppets(2) as cast:
-        for puppet in cast:
-            puppet.run(deeds.close_lanes)
+    with worker_processes(2) as cast:
+        for process in cast:
+            process.run(remote_functions.close_lanes)
         join(cast, transports=(transport,), heartbeat=0.5, secret=SECRET)
-        cast[0].run(deeds.big_message, "worker1", 600 * MB)
+        cast[0].run(remote_functions.big_message, "worker1", 600 * MB)
         assert "lost" not in cast[0].log() + cast[1].log()
         leave(cast)
 
 
 def test_thirty_two_processes_call_each_other() -> None:
     names = [f"worker{rank}" for rank in range(32)]
-    with puppets(32) as cast:
+    with worker_processes(32) as cast:
         start = time.monotonic()
         join(cast, timeout=60)
-        for one in [puppet.start(deeds.call_all, names) for puppet in cast]:
+        for one in [process.start(remote_functions.call_all, names) for process in cast]:
             assert one.result(60) == 32
         leave(cast, 60)
         print(f"32 processes: {time.monotonic() - start:.1f} s")

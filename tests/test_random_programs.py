@@ -14,7 +14,6 @@ from typing import get_args
 
 import pytest
 
-from puppets import Puppet, troupe
 from random_programs import distributed, local
 from random_programs.compare import Mismatch, compare
 from random_programs.generate import generate
@@ -35,6 +34,7 @@ from telegrad._wire.messages import (
     PlanWanted,
 )
 from telegrad.testing.faults import Kind
+from worker_processes import WorkerProcess, running_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 
@@ -83,7 +83,7 @@ def test_programs_at_once(workers: Stage) -> None:
 
 def test_programs_over_processes() -> None:
     names = ["worker0", "worker1", "worker2"]
-    with troupe(3) as cast:
+    with running_workers(3) as cast:
         for seed in range(OVER_PROCESSES):
             program = generate(seed, names)
             oracle = local.run(program)
@@ -93,12 +93,12 @@ def test_programs_over_processes() -> None:
                 compare(oracle, outcome, counted=False)
             except Mismatch as error:
                 pytest.fail(f"{error}\n\n{program}")
-        for puppet in cast:
-            assert eventually(lambda puppet=puppet: _keeps_nothing(puppet)), puppet.run(autograd.debug_info)
+        for process in cast:
+            assert eventually(lambda process=process: _keeps_nothing(process)), process.run(autograd.debug_info)
 
 
-def _keeps_nothing(puppet: Puppet) -> bool:
-    known = puppet.run(autograd.debug_info)
+def _keeps_nothing(process: WorkerProcess) -> bool:
+    known = process.run(autograd.debug_info)
     return not known["contexts"] and not known["passes"] and not known["sends"]
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.nn import RemoteModule as TorchRemoteModule
 
-from puppets import join, leave, puppets
 from support import PATIENCE, assert_no_references, eventually, no_new_threads
 from telegrad import autograd, rpc
 from telegrad._wire.messages import Call
@@ -28,11 +27,12 @@ from telegrad.errors import (
     UsageError,
     WorkerLostError,
 )
-from telegrad.nn import RemoteModule
+from telegrad.nn import RemoteModule, remote_side
 from telegrad.nn.placement import parse
 from telegrad.nn.unsupported import INSTEAD
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
+from worker_processes import join, leave, worker_processes
 
 
 class Block(nn.Module):
@@ -237,11 +237,11 @@ def test_tensors_in_containers_go_to_the_device_and_come_back(trio: Cluster) -> 
     number = tuple(remote.get_module_rref()._rref_id)
     x, y = torch.ones(2, requires_grad=True), torch.ones(2)
     with autograd.context() as context_id:
-        found = rpc.rpc_sync("b", owner.forward_on, (number, "cpu", 0, {"x": [x]}), {"y": (y, "z")})
+        found = rpc.rpc_sync("b", remote_side.forward_on, (number, "cpu", 0, {"x": [x]}), {"y": (y, "z")})
         assert found["x"][1:] == ["z"]
         autograd.backward(context_id, [found["y"][0].sum()])
         assert autograd.get_gradients(context_id)[x].tolist() == [1.0, 1.0]
-    on_meta = rpc.rpc_sync("b", owner.forward_on, (number, "meta", 0, {"x": [x]}), {"y": (y, "z")})
+    on_meta = rpc.rpc_sync("b", remote_side.forward_on, (number, "meta", 0, {"x": [x]}), {"y": (y, "z")})
     assert on_meta["y"][0].is_meta
     assert on_meta["x"][0].is_meta
 
@@ -477,10 +477,10 @@ def test_a_state_is_taken_between_two_steps(trio: Cluster) -> None:
     before = over_there(remote)
     with trio["b"].autograd.swapping:  # as in a step of an optimizer
         with pytest.raises(RpcTimeoutError):
-            rpc.rpc_sync("b", owner.get_state, (remote.get_module_rref(),), timeout=0.1)
+            rpc.rpc_sync("b", remote_side.get_state, (remote.get_module_rref(),), timeout=0.1)
     torch.testing.assert_close(dict(remote.state_dict()), before)
     with trio.on("b"):
-        taken, _ = owner.get_state(rpc.RRef(module))
+        taken, _ = remote_side.get_state(rpc.RRef(module))
         kept = copy.deepcopy(taken)
         nn.init.zeros_(module.weight)
         torch.testing.assert_close(taken, kept)
@@ -862,7 +862,7 @@ def test_processes_learn_what_one_learns_and_a_dead_one_is_named() -> None:
         optimizer.zero_grad()
         local(batch(number)).square().mean().backward()
         optimizer.step()
-    with puppets(2) as cast:
+    with worker_processes(2) as cast:
         join(cast)
         found = cast[0].run(learn, ["worker1", "", "worker0", "rank:1"], 3)
         torch.testing.assert_close(

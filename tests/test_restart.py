@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from puppets import PROGRAMS, clean_environment
+from worker_processes import PROGRAMS, clean_environment
 
 STEPS = 18
 

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from programs import deeds, exported
-from puppets import PATIENCE, Puppet, join, leave, puppets, troupe
+from programs import exported, remote_functions
 from support import AT_ONCE
 from telegrad import rpc
 from telegrad._transport.dial import Address, dial
@@ -21,6 +20,7 @@ from telegrad._transport.handshake import MAGIC, VERSION, Identity, derive_key
 from telegrad._transport.tls import make_authority, tls_end
 from telegrad._wire.frames import MAGIC as FRAME_MAGIC
 from telegrad.errors import AuthenticationError, SerializationError, TelegradError, UsageError
+from worker_processes import PATIENCE, WorkerProcess, join, leave, running_workers, worker_processes
 
 MB = 1 << 20
 
@@ -36,18 +36,18 @@ class Trap:
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[list[Puppet]]:
-    with puppets(2) as cast:
-        for puppet in cast:
-            puppet.run(deeds.log_every_refusal)
+def workers() -> Iterator[list[WorkerProcess]]:
+    with worker_processes(2) as cast:
+        for process in cast:
+            process.run(remote_functions.log_every_refusal)
         join(cast, secret="ours")
         yield cast
         leave(cast)
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def address(workers: list[Puppet], request: pytest.FixtureRequest) -> Address:
-    return next(one for one in workers[0].run(deeds.addresses) if one.kind == request.param)
+def address(workers: list[WorkerProcess], request: pytest.FixtureRequest) -> Address:
+    return next(one for one in workers[0].run(remote_functions.addresses) if one.kind == request.param)
 
 
 def connect(address: Address) -> socket.socket:
@@ -103,7 +103,7 @@ STRANGERS: dict[str, Callable[[Path], bytes]] = {
 
 @pytest.mark.parametrize("who", list(STRANGERS))
 def test_a_stranger_gets_a_closed_door_and_one_line_in_the_log(
-    workers: list[Puppet], address: Address, who: str, tmp_path: Path
+    workers: list[WorkerProcess], address: Address, who: str, tmp_path: Path
 ) -> None:
     worker = workers[0]
     trap = tmp_path / "trap"
@@ -117,15 +117,15 @@ def test_a_stranger_gets_a_closed_door_and_one_line_in_the_log(
     while worker.log().count("refused a connection") == before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert worker.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3
+    assert worker.run(rpc.rpc_sync, "worker1", remote_functions.add, args=(1, 2)) == 3
     assert worker.log().count("refused a connection") == before + 1
     assert "Traceback" not in worker.log()
     assert not trap.exists()
 
 
-def test_a_stranger_who_says_nothing_is_shown_the_door_after_five_seconds(workers: list[Puppet]) -> None:
+def test_a_stranger_who_says_nothing_is_shown_the_door_after_five_seconds(workers: list[WorkerProcess]) -> None:
     """All at once, and one who drips: dripping wins no time."""
-    addresses = workers[0].run(deeds.addresses)
+    addresses = workers[0].run(remote_functions.addresses)
     before = workers[0].log().count("refused a connection")
     silent = [connect(address) for address in addresses]
     dripping = connect(addresses[0])
@@ -140,13 +140,13 @@ def test_a_stranger_who_says_nothing_is_shown_the_door_after_five_seconds(worker
     finally:
         for sock in [*silent, dripping]:
             sock.close()
-    assert workers[1].run(rpc.rpc_sync, "worker0", deeds.add, args=(1, 2)) == 3
+    assert workers[1].run(rpc.rpc_sync, "worker0", remote_functions.add, args=(1, 2)) == 3
     assert workers[0].log().count("refused a connection") == before + 3
 
 
-def test_many_strangers_cost_little_memory_and_keep_nobody_out(workers: list[Puppet]) -> None:
-    worker, address = workers[0], workers[0].run(deeds.addresses)[0]
-    rss, _, files = worker.run(deeds.resources)
+def test_many_strangers_cost_little_memory_and_keep_nobody_out(workers: list[WorkerProcess]) -> None:
+    worker, address = workers[0], workers[0].run(remote_functions.addresses)[0]
+    rss, _, files = worker.run(remote_functions.resources)
     crowd: list[socket.socket] = []
     try:
         for _ in range(400):
@@ -156,20 +156,20 @@ def test_many_strangers_cost_little_memory_and_keep_nobody_out(workers: list[Pup
                 sock.sendall(good_hello()[:45])  # and never the rest
             except ConnectionError:
                 pass  # the oldest has to go when there are too many
-        assert workers[1].run(rpc.rpc_sync, "worker0", deeds.add, args=(1, 2)) == 3
-        during, _, open_files = worker.run(deeds.resources)
+        assert workers[1].run(rpc.rpc_sync, "worker0", remote_functions.add, args=(1, 2)) == 3
+        during, _, open_files = worker.run(remote_functions.resources)
         assert during - rss < 16 * MB
         assert open_files - files <= 260
     finally:
         for sock in crowd:
             sock.close()
     deadline = time.monotonic() + PATIENCE
-    while worker.run(deeds.resources)[2] > files:
+    while worker.run(remote_functions.resources)[2] > files:
         assert time.monotonic() < deadline, "the connections of strangers stay open"
         time.sleep(0.05)
 
 
-def test_a_handshake_with_another_secret_fails_on_both_sides(workers: list[Puppet], address: Address) -> None:
+def test_a_handshake_with_another_secret_fails_on_both_sides(workers: list[WorkerProcess], address: Address) -> None:
     """On TCP it ends with the certificate, which the secret signs, on Unix with the first proof."""
     guessed = derive_key(b"guessed", "job")
     authority = make_authority(guessed)
@@ -180,46 +180,48 @@ def test_a_handshake_with_another_secret_fails_on_both_sides(workers: list[Puppe
     assert workers[0].wait_for_log(reason)
 
 
-def test_a_stranger_who_floods_is_read_no_further(workers: list[Puppet], address: Address) -> None:
-    rss, _, _ = workers[0].run(deeds.resources)
+def test_a_stranger_who_floods_is_read_no_further(workers: list[WorkerProcess], address: Address) -> None:
+    rss, _, _ = workers[0].run(remote_functions.resources)
     with connect(address) as sock, pytest.raises(ConnectionError):
         sock.sendall(MAGIC + bytes(256 * MB))
-    assert workers[0].run(deeds.rss) - rss < 8 * MB
+    assert workers[0].run(remote_functions.rss) - rss < 8 * MB
 
 
 # --- without pickle ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def strict() -> Iterator[list[Puppet]]:
-    with troupe(2, allow_pickle=False) as cast:
+def strict() -> Iterator[list[WorkerProcess]]:
+    with running_workers(2, allow_pickle=False) as cast:
         yield cast
 
 
-def test_without_pickle_exported_functions_and_plain_data_go(strict: list[Puppet]) -> None:
+def test_without_pickle_exported_functions_and_plain_data_go(strict: list[WorkerProcess]) -> None:
     assert strict[0].run(rpc.rpc_sync, "worker1", exported.scale, args=([1, 2.5, "x"], 2)) == [2, 5.0, "xx"]
     assert strict[0].run(rpc.rpc_sync, "worker1", "short", args=(4,)) == 5
     assert strict[0].run(exported.use_tensors, "worker1")
     assert strict[0].run(exported.use_reference, "worker1") == 3
 
 
-@pytest.mark.parametrize("function", [deeds.echo, os.system, "os:system", "builtins:eval", exported.not_exported])
-def test_without_pickle_other_functions_are_refused(strict: list[Puppet], function: object) -> None:
+@pytest.mark.parametrize(
+    "function", [remote_functions.echo, os.system, "os:system", "builtins:eval", exported.not_exported]
+)
+def test_without_pickle_other_functions_are_refused(strict: list[WorkerProcess], function: object) -> None:
     with pytest.raises(SerializationError, match=r"is not exported here.*@rpc\.export"):
         strict[0].run(rpc.rpc_sync, "worker1", function, args=("1",))
 
 
 @pytest.mark.parametrize("attack", [exported.reinterpret_quantised, exported.multiply_sparse])
 def test_without_pickle_operators_take_no_tensor_that_crashes_torch(
-    strict: list[Puppet], attack: Callable[[str], None]
+    strict: list[WorkerProcess], attack: Callable[[str], None]
 ) -> None:
     with pytest.raises(SerializationError, match=r"torch's '\w+' takes no tensor of .*@rpc\.export"):
         strict[0].run(attack, "worker1")
     assert strict[0].run(rpc.rpc_sync, "worker1", "short", args=(4,)) == 5
 
 
-def test_without_pickle_no_pickle_is_sent(strict: list[Puppet]) -> None:
-    kind, text = strict[0].run(deeds.error_of_call, "worker1", exported.scale, Path("x"), 2)
+def test_without_pickle_no_pickle_is_sent(strict: list[WorkerProcess]) -> None:
+    kind, text = strict[0].run(remote_functions.error_of_call, "worker1", exported.scale, Path("x"), 2)
     assert kind == "SerializationError"
     assert "argument 1 ('items') of scale for worker 'worker1' cannot be sent" in text
     assert "cannot send a value of type PosixPath without pickle (allow_pickle=False)" in text
@@ -230,11 +232,13 @@ def test_without_pickle_no_pickle_is_sent(strict: list[Puppet]) -> None:
 @pytest.mark.parametrize("lenient", [0, 1])
 def test_without_pickle_on_one_side_none_is_taken_there(lenient: int, tmp_path: Path) -> None:
     """A worker that breaks the rule and sends one anyway, as a request and as an answer."""
-    with puppets(2) as cast:
+    with worker_processes(2) as cast:
         options = {"init_method": f"file://{tmp_path}/meet", "init_timeout": 20}
         pending = [
-            puppet.start(deeds.start_worker, f"worker{rank}", rank, 2, {**options, "allow_pickle": rank == lenient})
-            for rank, puppet in enumerate(cast)
+            process.start(
+                remote_functions.start_worker, f"worker{rank}", rank, 2, {**options, "allow_pickle": rank == lenient}
+            )
+            for rank, process in enumerate(cast)
         ]
         for one in pending:
             one.result()
@@ -245,7 +249,7 @@ def test_without_pickle_on_one_side_none_is_taken_there(lenient: int, tmp_path: 
         kind, text = liar.run(exported.send_trap, strict_name, str(trap))
         assert kind == "SerializationError", text
         assert "this worker takes none (allow_pickle=False)" in text
-        kind, text = strict_one.run(deeds.error_of_call, name, exported.return_trap, str(trap))
+        kind, text = strict_one.run(remote_functions.error_of_call, name, exported.return_trap, str(trap))
         assert kind == "SerializationError", text
         assert "this worker takes none (allow_pickle=False)" in text
         assert not trap.exists()
@@ -267,10 +271,10 @@ def test_an_open_address_without_a_secret_is_refused(
 
 
 def test_with_a_secret_an_open_address_is_encrypted(tmp_path: Path) -> None:
-    with puppets(2) as cast:
+    with worker_processes(2) as cast:
         join(cast, secret="ours", host="0.0.0.0", transports=("tcp",))
-        assert cast[0].run(deeds.call_all, ["worker0", "worker1"]) == 2
-        assert set(cast[0].run(deeds.links)) == {"TlsStream"}
+        assert cast[0].run(remote_functions.call_all, ["worker0", "worker1"]) == 2
+        assert set(cast[0].run(remote_functions.links)) == {"TlsStream"}
         leave(cast)
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from puppets import clean_environment
 from telegrad import _torch
+from worker_processes import clean_environment
 
 SOURCE = Path(__file__).parent.parent / "src" / "telegrad"
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from programs import deeds
+from programs import remote_functions
 from telegrad import rpc
 from telegrad._agent.marshal import Marshal
 from telegrad._wire import codec, values
@@ -69,7 +69,7 @@ def multiply_sparse(to: str) -> None:
 
 
 def call_lambda(to: str) -> tuple[str, str]:
-    return deeds.error_of_call(to, lambda: 1)
+    return remote_functions.error_of_call(to, lambda: 1)
 
 
 class Trap:
@@ -91,7 +91,7 @@ def pickle_anyway() -> None:
 
 
 def send_trap(to: str, path: str) -> tuple[str, str]:
-    return deeds.error_of_call(to, scale, Trap(path), 1)
+    return remote_functions.error_of_call(to, scale, Trap(path), 1)
 
 
 @rpc.export

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from programs import deeds
+from programs import remote_functions
 from telegrad import autograd, rpc
 from telegrad._current import current_worker
 from telegrad._wire.messages import Discover, DropContext
@@ -76,7 +76,7 @@ def hold_a_context(to: tuple[str, ...]) -> None:
     with autograd.context():
         for name in to:
             rpc.rpc_sync(name, scale, args=(x,))
-        deeds.wait_forever()
+        remote_functions.wait_forever()
 
 
 def wait_for_a_context() -> bool:
@@ -109,8 +109,8 @@ def contexts_and_measure(to: tuple[str, str], warm_up: int, count: int) -> dict[
     """Resources of each worker, before and after."""
     names = [rpc.get_worker_info().name, *to]
     run_contexts(to, warm_up)
-    before = {name: rpc.rpc_sync(name, deeds.resources) for name in names}
+    before = {name: rpc.rpc_sync(name, remote_functions.resources) for name in names}
     run_contexts(to, count)
     for name in names:
         assert rpc.rpc_sync(name, left_over)["contexts"] == []
-    return {name: [before[name], rpc.rpc_sync(name, deeds.resources)] for name in names}
+    return {name: [before[name], rpc.rpc_sync(name, remote_functions.resources)] for name in names}

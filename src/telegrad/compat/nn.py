@@ -18,6 +18,7 @@ from telegrad import nn
 from telegrad.compat.error_texts import speaks_as_torch
 from telegrad.compat.rref import RRef
 from telegrad.errors import SerializationError, UsageError
+from telegrad.nn import remote_side
 from telegrad.nn.remote_module import Passenger
 from telegrad.nn.unsupported import INSTEAD
 
@@ -82,7 +83,7 @@ class _Received(RemoteModule):
     What ``nn.Module`` needs beside that stands in the class, where nobody changes it: a handle takes no hooks or parts.
     """
 
-    _function = staticmethod(owner.forward)
+    _function = staticmethod(remote_side.forward)
     _module_name = "module"
 
     @property

@@ -15,6 +15,7 @@ from telegrad._rref.rref import RRef
 from telegrad._torch import IncompatibleKeys
 from telegrad._wire.messages import RRefFork
 from telegrad.errors import SerializationError, UsageError
+from telegrad.nn import remote_side
 from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.nn.placement import has_device_map, parse
 from telegrad.nn.unsupported import Refusals, refuse
@@ -60,7 +61,7 @@ class RemoteModule(Refusals, nn.Module):
         worker, device = parse(remote_device)
         here = current_worker()
         call = (module_cls, tuple(given), dict(kwargs or {}), str(device))
-        module_rref, training = rpc_sync(here.id if worker is None else worker, owner.create, call)
+        module_rref, training = rpc_sync(here.id if worker is None else worker, remote_side.create, call)
         self._settle(module_rref, str(device), module_cls.__qualname__, training)
 
     @staticmethod
@@ -76,7 +77,7 @@ class RemoteModule(Refusals, nn.Module):
             raise UsageError(f"module_rref must be an RRef to a module, not a {type(module_rref).__qualname__}")
         worker, device = parse(remote_device)
         current_worker().info(worker)  # raises if it is unknown
-        name, training = rpc_sync(module_rref.owner_name(), owner.describe, (module_rref,))
+        name, training = rpc_sync(module_rref.owner_name(), remote_side.describe, (module_rref,))
         return _handle(RemoteModule, module_rref, str(device), name, training)
 
     def _settle(self, module_rref: RRef[nn.Module], device: str, name: str, training: bool) -> None:
@@ -89,7 +90,7 @@ class RemoteModule(Refusals, nn.Module):
         self.training = training
         self._module_name = name
         on_cpu = torch.device(device).type == "cpu"
-        self._function = owner.forward if on_cpu else owner.forward_on
+        self._function = remote_side.forward if on_cpu else remote_side.forward_on
         number = tuple(module_rref._rref_id)
         self._first: tuple[Any, ...] = (number,) if on_cpu else (number, device, worker.id)
 
@@ -109,7 +110,7 @@ class RemoteModule(Refusals, nn.Module):
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Tensor]]:
         """An RRef to each parameter, for a ``DistributedOptimizer``."""
-        references: list[RRef[Tensor]] = self._ask(owner.parameters, recurse)
+        references: list[RRef[Tensor]] = self._ask(remote_side.parameters, recurse)
         return references
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -120,7 +121,7 @@ class RemoteModule(Refusals, nn.Module):
         """Sets the mode over there; ``training`` here is what this handle set last."""
         if not isinstance(mode, bool):
             raise UsageError(f"train takes True or False, not {mode!r}")
-        self._ask(owner.train, mode)
+        self._ask(remote_side.train, mode)
         self.training = mode
         return self
 
@@ -135,7 +136,7 @@ class RemoteModule(Refusals, nn.Module):
         if isinstance(destination, OwnState):
             destination[prefix + REMOTE] = self.module_rref
             return destination
-        values, versions = self._ask(owner.get_state)
+        values, versions = self._ask(remote_side.get_state)
         if destination is None:
             destination = OrderedDict()
             destination._metadata = OrderedDict()
@@ -154,8 +155,8 @@ class RemoteModule(Refusals, nn.Module):
         return IncompatibleKeys(*self._load(dict(state_dict), dict(metadata), strict))
 
     def _load(self, state: dict[str, Any], metadata: Any, strict: bool) -> tuple[list[str], list[str]]:
-        plain = {name: owner.sendable(value) for name, value in state.items()}
-        outcome: tuple[list[str], list[str]] = self._ask(owner.set_state, plain, metadata, strict)
+        plain = {name: remote_side.sendable(value) for name, value in state.items()}
+        outcome: tuple[list[str], list[str]] = self._ask(remote_side.set_state, plain, metadata, strict)
         return outcome
 
     def _load_from_state_dict(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from telegrad._agent import marshal
 from telegrad._agent.marshal import Marshal
 from telegrad._agent.peers import Peer, WorkerRecord
 from telegrad._ids import GlobalId

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from programs.deeds import echo, filled, nothing
+from programs.remote_functions import echo, filled, nothing
 from telegrad import rpc
-from telegrad._agent import agent
+from telegrad._agent import agent, marshal
 from telegrad._current import current_worker
 from telegrad._transport import shared_memory
 

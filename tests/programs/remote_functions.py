@@ -337,7 +337,7 @@ def reap_pending() -> tuple[list[tuple[str, str]], float]:
 
 
 class EndOfChild(SystemExit):
-    """Ends a forked child as the end of a main program does, with all destructors; the puppet lets it through."""
+    """Ends a forked child as the end of a main program does, with all destructors; the process lets it through."""
 
 
 def fork_and_exit(how: str) -> int:

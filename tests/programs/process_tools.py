@@ -1,4 +1,4 @@
-"""What puppets and tests do to themselves."""
+"""What worker_processes and tests do to themselves."""
 
 from __future__ import annotations
 

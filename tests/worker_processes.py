@@ -2,13 +2,13 @@
 
 ::
 
-    with troupe(3) as (a, b, c):                       # three processes, each of which has called init_rpc
+    with running_workers(3) as (a, b, c):                       # three processes, each of which has called init_rpc
         a.run(rpc.rpc_sync, "worker1", torch.add, args=(1, 2))
-        pending = b.start(deeds.call_many, 100)        # returns at once
+        pending = b.start(remote_functions.call_many, 100)        # returns at once
         c.kill()
         pending.result(5)
 
-What runs in them is named, not sent: functions of ``programs/deeds.py`` or of telegrad itself.
+What runs in them is named, not sent: functions of ``programs/remote_functions.py`` or of telegrad itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil
 
-from programs import deeds
+from programs import remote_functions
 from telegrad import rpc
 from telegrad.launch import free_port
 from telegrad.launch.process import end_with
@@ -54,25 +54,25 @@ def clean_environment(**more: str) -> dict[str, str]:
 class Pending:
     """An order under way."""
 
-    def __init__(self, puppet: Puppet, what: str) -> None:
-        self._puppet, self._what = puppet, what
+    def __init__(self, process: WorkerProcess, what: str) -> None:
+        self._process, self._what = process, what
 
     def result(self, timeout: float = PATIENCE) -> Any:
         """What it returned or raised."""
-        puppet = self._puppet
-        if not puppet.conn.poll(timeout):
-            puppet.show_stacks()
-            raise AssertionError(f"{puppet} is not done with {self._what} after {timeout:g} s:\n{puppet.log()}")
+        process = self._process
+        if not process.conn.poll(timeout):
+            process.show_stacks()
+            raise AssertionError(f"{process} is not done with {self._what} after {timeout:g} s:\n{process.log()}")
         try:
-            succeeded, value = pickle.loads(puppet.conn.recv_bytes())
+            succeeded, value = pickle.loads(process.conn.recv_bytes())
         except (EOFError, ConnectionError):
-            raise AssertionError(f"{puppet} died in {self._what}:\n{puppet.log()}") from None
+            raise AssertionError(f"{process} died in {self._what}:\n{process.log()}") from None
         if succeeded:
             return value
         raise value
 
 
-class Puppet:
+class WorkerProcess:
     """One process that runs what it is told, one order at a time."""
 
     def __init__(self, pid: int, conn: Connection, log_file: Path) -> None:
@@ -131,18 +131,18 @@ class Puppet:
         self.conn.close()
 
     def __repr__(self) -> str:
-        return f"<Puppet {self.name}>"
+        return f"<WorkerProcess {self.name}>"
 
 
 class Nursery:
-    """The process that forks puppets; see ``programs/puppet.py``."""
+    """The process that forks worker_processes; see ``programs/worker_process.py``."""
 
     def __init__(self) -> None:
         self._control, there = socket.socketpair()
-        self._logs = tempfile.TemporaryDirectory(prefix="telegrad-puppets-")
+        self._logs = tempfile.TemporaryDirectory(prefix="telegrad-worker_processes-")
         self._numbers = itertools.count()
         self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAMS / "puppet.py")],
+            [sys.executable, str(PROGRAMS / "worker_process.py")],
             stdin=there,
             env=clean_environment(),
             preexec_fn=end_with(os.getpid()),
@@ -151,14 +151,14 @@ class Nursery:
         self._control.settimeout(60)
         assert self._control.recv(100) == b"ready"
 
-    def puppet(self, env: Mapping[str, str] | None = None, netns: str = "") -> Puppet:
+    def process(self, env: Mapping[str, str] | None = None, netns: str = "") -> WorkerProcess:
         log = Path(self._logs.name) / f"{next(self._numbers)}.log"
         setting = {"env": dict(env or {}), "netns": netns, "log": str(log)}
         here, there = socket.socketpair()
         with there:
             socket.send_fds(self._control, [pickle.dumps(setting)], [there.fileno()])
             pid = int(self._control.recv(100))
-        return Puppet(pid, Connection(here.detach()), log)
+        return WorkerProcess(pid, Connection(here.detach()), log)
 
     def close(self) -> None:
         self._control.close()
@@ -182,20 +182,22 @@ def close_nursery() -> None:
 
 
 @contextmanager
-def puppets(count: int, env: Mapping[str, str] | None = None, netns: Sequence[str] = ()) -> Iterator[list[Puppet]]:
+def worker_processes(
+    count: int, env: Mapping[str, str] | None = None, netns: Sequence[str] = ()
+) -> Iterator[list[WorkerProcess]]:
     """Processes that have not called ``init_rpc`` yet; killed at the end in any case."""
-    cast: list[Puppet] = []
+    cast: list[WorkerProcess] = []
     try:
         for number in range(count):
-            cast.append(nursery().puppet(env, netns[number] if netns else ""))
+            cast.append(nursery().process(env, netns[number] if netns else ""))
         yield cast
     finally:
-        for puppet in cast:
-            puppet.close()
+        for process in cast:
+            process.close()
 
 
 def join(
-    cast: Sequence[Puppet],
+    cast: Sequence[WorkerProcess],
     init_method: str = "",
     timeout: float = PATIENCE,
     options_of: Callable[[str], dict[str, Any]] | None = None,
@@ -205,24 +207,26 @@ def join(
     init_method = init_method or f"tcp://127.0.0.1:{free_port()}"
     options = {"init_timeout": timeout, "init_method": init_method, **options}
     pending = []
-    for rank, puppet in enumerate(cast):
-        puppet.name = f"worker{rank} (process {puppet.pid})"
+    for rank, process in enumerate(cast):
+        process.name = f"worker{rank} (process {process.pid})"
         more = options_of(f"worker{rank}") if options_of is not None else {}
-        pending.append(puppet.start(deeds.start_worker, f"worker{rank}", rank, len(cast), {**options, **more}))
+        pending.append(
+            process.start(remote_functions.start_worker, f"worker{rank}", rank, len(cast), {**options, **more})
+        )
     for one in pending:
         one.result(timeout + 5)
 
 
-def leave(cast: Sequence[Puppet], timeout: float = PATIENCE) -> None:
+def leave(cast: Sequence[WorkerProcess], timeout: float = PATIENCE) -> None:
     """All of them call ``shutdown``."""
-    for one in [puppet.start(rpc.shutdown) for puppet in cast]:
+    for one in [process.start(rpc.shutdown) for process in cast]:
         one.result(timeout)
 
 
 @contextmanager
-def troupe(count: int, env: Mapping[str, str] | None = None, **options: Any) -> Iterator[list[Puppet]]:
+def running_workers(count: int, env: Mapping[str, str] | None = None, **options: Any) -> Iterator[list[WorkerProcess]]:
     """The workers of one job, which shut down gracefully at the end unless the test fails."""
-    with puppets(count, env) as cast:
+    with worker_processes(count, env) as cast:
         join(cast, **options)
         yield cast
-        leave([puppet for puppet in cast if puppet.alive])
+        leave([process for process in cast if process.alive])

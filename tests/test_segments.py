@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from programs import deeds, segments
-from puppets import Puppet, join, leave, puppets, troupe
+from programs import remote_functions, segments
 from telegrad import rpc
 from telegrad._transport.buffers import size_class
 from telegrad.errors import WorkerLostError
+from worker_processes import WorkerProcess, join, leave, running_workers, worker_processes
 
 MB = 1 << 20
 NOBODY_CALLS = {"heartbeat": 60.0}  # seconds; a ping after a quarter of them would take along what is posted
@@ -28,25 +28,25 @@ def soon(look: Callable[[], Any], expected: Any, timeout: float = 8.0) -> None:
 
 
 @pytest.fixture
-def pair() -> Iterator[list[Puppet]]:
+def pair() -> Iterator[list[WorkerProcess]]:
     """Two workers that are silent unless they have something to say."""
-    with troupe(2, **NOBODY_CALLS) as cast:
+    with running_workers(2, **NOBODY_CALLS) as cast:
         yield cast
 
 
-def introduce(*cast: Puppet) -> None:
+def introduce(*cast: WorkerProcess) -> None:
     """Opens the lane between all of them, both ways: it is closed until the other side has said that it can see."""
     names = [f"worker{rank}" for rank in range(len(cast))]
-    for name, puppet in zip(names, cast, strict=True):
+    for name, process in zip(names, cast, strict=True):
         others = [other for other in names if other != name]
-        soon(lambda puppet=puppet, others=others: puppet.run(segments.lanes_open, *others), True)
+        soon(lambda process=process, others=others: process.run(segments.lanes_open, *others), True)
 
 
 # --- a snapshot -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [100_000, 20 * MB])
-def test_a_tensor_may_be_changed_as_soon_as_it_is_sent(pair: list[Puppet], size: int) -> None:
+def test_a_tensor_may_be_changed_as_soon_as_it_is_sent(pair: list[WorkerProcess], size: int) -> None:
     caller, callee = pair
     introduce(caller, callee)
     callee.signal(signal.SIGSTOP)  # so that it looks at the message when all is over
@@ -58,7 +58,7 @@ def test_a_tensor_may_be_changed_as_soon_as_it_is_sent(pair: list[Puppet], size:
     assert caller.run(segments.answer) == 1
 
 
-def test_a_result_may_be_changed_as_soon_as_it_is_sent(pair: list[Puppet]) -> None:
+def test_a_result_may_be_changed_as_soon_as_it_is_sent(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     callee.run(segments.become, 1, MB)
@@ -78,7 +78,7 @@ def test_a_result_may_be_changed_as_soon_as_it_is_sent(pair: list[Puppet]) -> No
 GIVEN_BACK = {"segments": 1, "out": 0, "idle": size_class(MB)}
 
 
-def test_a_slab_of_arguments_comes_back_over_an_idle_link(pair: list[Puppet]) -> None:
+def test_a_slab_of_arguments_comes_back_over_an_idle_link(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     assert caller.run(segments.send, "worker1", MB, 7) == [7]
@@ -86,7 +86,7 @@ def test_a_slab_of_arguments_comes_back_over_an_idle_link(pair: list[Puppet]) ->
     assert callee.run(segments.borrowed) == 0
 
 
-def test_a_slab_of_a_result_comes_back_over_an_idle_link(pair: list[Puppet]) -> None:
+def test_a_slab_of_a_result_comes_back_over_an_idle_link(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     assert caller.run(segments.fetch, "worker1", MB, 7) == [7]
@@ -94,7 +94,7 @@ def test_a_slab_of_a_result_comes_back_over_an_idle_link(pair: list[Puppet]) -> 
     assert caller.run(segments.borrowed) == 0
 
 
-def test_a_slab_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[Puppet]) -> None:
+def test_a_slab_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.send_to_keep, "worker1", MB, 1, 2, 3)
@@ -106,23 +106,23 @@ def test_a_slab_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[Pup
     assert caller.run(segments.shelf)["segments"] == 3, "they serve again"
 
 
-def test_the_answer_of_a_call_that_timed_out_gives_its_slab_back(pair: list[Puppet]) -> None:
+def test_the_answer_of_a_call_that_timed_out_gives_its_slab_back(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     callee.run(segments.become, 1, MB)
-    kind, _, _ = caller.run(deeds.outcome, rpc.rpc_sync, "worker1", segments.hand_out_state, timeout=0.05)
+    kind, _, _ = caller.run(remote_functions.outcome, rpc.rpc_sync, "worker1", segments.hand_out_state, timeout=0.05)
     assert kind == "RpcTimeoutError"
     callee.run(segments.let_go_on)
     soon(lambda: callee.run(segments.shelf), GIVEN_BACK)
 
 
-def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[Puppet]) -> None:
+def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     assert caller.run(segments.send, "worker1", MB, *range(10)) == list(range(10))
     assert callee.run(segments.mappings) == 10
-    for puppet in pair:
-        puppet.run(segments.hurry, 60.0)
+    for process in pair:
+        process.run(segments.hurry, 60.0)
     soon(
         lambda: (caller.run(segments.shelf)["segments"], caller.run(segments.mappings), callee.run(segments.mappings)),
         (0, 0, 0),
@@ -130,7 +130,7 @@ def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[Puppet]) ->
     )
 
 
-def test_beyond_the_last_slab_tensors_go_by_the_socket(pair: list[Puppet]) -> None:
+def test_beyond_the_last_slab_tensors_go_by_the_socket(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.allow_segments, 3)
@@ -143,7 +143,7 @@ def test_beyond_the_last_slab_tensors_go_by_the_socket(pair: list[Puppet]) -> No
 # --- being kept -----------------------------------------------------------------------------------------------------
 
 
-def test_a_tensor_that_is_kept_for_long_keeps_its_segment(pair: list[Puppet]) -> None:
+def test_a_tensor_that_is_kept_for_long_keeps_its_segment(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.send_to_keep, "worker1", MB, 1, 2)
@@ -158,7 +158,7 @@ def test_a_tensor_that_is_kept_for_long_keeps_its_segment(pair: list[Puppet]) ->
     soon(lambda: callee.run(segments.mappings), 0, 15)
 
 
-def test_a_result_that_is_kept_for_long_keeps_its_segment(pair: list[Puppet]) -> None:
+def test_a_result_that_is_kept_for_long_keeps_its_segment(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.fetch_to_keep, "worker1", MB, 1)
@@ -169,7 +169,7 @@ def test_a_result_that_is_kept_for_long_keeps_its_segment(pair: list[Puppet]) ->
 
 
 def test_tensors_outlive_the_job() -> None:
-    with puppets(2) as cast:
+    with worker_processes(2) as cast:
         join(cast)
         introduce(*cast)
         cast[0].run(segments.send_to_keep, "worker1", MB, 1, 2)
@@ -187,7 +187,7 @@ def test_tensors_outlive_the_job() -> None:
 
 
 def test_tensors_outlive_the_process_that_sent_them() -> None:
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         join(cast)
         introduce(*cast)
         sender, receiver, third = cast
@@ -206,7 +206,7 @@ def test_tensors_outlive_the_process_that_sent_them() -> None:
 
 
 def test_slabs_that_a_dead_receiver_had_are_let_go() -> None:
-    with puppets(3) as cast:
+    with worker_processes(3) as cast:
         join(cast)
         introduce(*cast)
         sender, receiver, _ = cast
@@ -221,19 +221,19 @@ def test_slabs_that_a_dead_receiver_had_are_let_go() -> None:
 # --- failure --------------------------------------------------------------------------------------------------------
 
 
-def test_a_callee_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[Puppet]) -> None:
+def test_a_callee_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     callee.run(segments.refuse_mappings)
     with pytest.raises(WorkerLostError, match=r"worker 'worker0' took 1,048,576 bytes away: .*Cannot allocate memory"):
         caller.run(segments.send, "worker1", MB, 1, 2)
     soon(lambda: caller.run(segments.shelf), {"segments": 2, "out": 0, "idle": 2 * size_class(MB)})
-    assert caller.run(rpc.rpc_sync, "worker1", deeds.add, args=(1, 2)) == 3, "the link is as good as before"
+    assert caller.run(rpc.rpc_sync, "worker1", remote_functions.add, args=(1, 2)) == 3, "the link is as good as before"
     callee.run(segments.allow_mappings)
     assert caller.run(segments.send, "worker1", MB, 3, 4) == [3, 4]
 
 
-def test_a_caller_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[Puppet]) -> None:
+def test_a_caller_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.refuse_mappings)
@@ -244,18 +244,18 @@ def test_a_caller_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[Pu
     assert caller.run(segments.fetch, "worker1", MB, 2) == [2]
 
 
-def test_neither_side_collects_descriptors(pair: list[Puppet]) -> None:
+def test_neither_side_collects_descriptors(pair: list[WorkerProcess]) -> None:
     introduce(*pair)
     pair[0].run(segments.send, "worker1", MB, *range(5))
-    before = [_files(puppet) for puppet in pair]
+    before = [_files(process) for process in pair]
     for _ in range(5):
         pair[0].run(segments.send, "worker1", MB, *range(5))
         pair[0].run(segments.fetch, "worker1", MB, *range(5))
-    sender, receiver = ([name for name in _files(puppet) if "memfd" in name] for puppet in pair)
+    sender, receiver = ([name for name in _files(process) if "memfd" in name] for process in pair)
     assert 1 < len(sender) <= 12, "one for the proof, one for each segment that is out or waits"
     assert len(receiver) <= 12
-    assert all(len(_files(puppet)) <= len(files) + 12 for puppet, files in zip(pair, before, strict=True))
+    assert all(len(_files(process)) <= len(files) + 12 for process, files in zip(pair, before, strict=True))
 
 
-def _files(puppet: Puppet) -> list[str]:
-    return list(puppet.run(deeds.descriptors).values())
+def _files(process: WorkerProcess) -> list[str]:
+    return list(process.run(remote_functions.descriptors).values())

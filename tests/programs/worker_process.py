@@ -1,8 +1,8 @@
 """Runs what a test tells it, in a process of its own.
 
-To import torch costs more than a second of CPU, so one process, the nursery, does it once and then forks a puppet for
-each message that comes on its standard input, a socket.  A puppet is an ordinary process: nothing of telegrad runs in
-the nursery, and each puppet calls ``init_rpc`` itself.
+To import torch costs more than a second of CPU, so one process, the nursery, does it once and then forks a process for
+each message that comes on its standard input, a socket.  A process is an ordinary process: nothing of telegrad runs in
+the nursery, and each process calls ``init_rpc`` itself.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-import numpy  # noqa: F401 (so that no puppet has to)
+import numpy  # noqa: F401 (so that no process has to)
 import torch
 import torch.distributed
 
 import telegrad.rpc  # noqa: F401
 from programs import exported  # noqa: F401
-from programs.deeds import EndOfChild
-from programs.puppet_tools import enter_namespace
+from programs.process_tools import enter_namespace
+from programs.remote_functions import EndOfChild
 from telegrad.launch.process import end_with
 
 
 def play(conn: Connection, setting: dict[str, Any]) -> None:
-    """The life of a puppet: takes orders until the test hangs up."""
+    """The life of a process: takes orders until the test hangs up."""
     log = os.open(setting["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -70,7 +70,7 @@ def obey(order: bytes) -> bytes:
 
 
 def main() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the puppets
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the worker_processes
     control = socket.socket(fileno=0)
     control.send(b"ready")
     gc.freeze()

@@ -1,4 +1,4 @@
-"""The same-host lane: the proof that it is open, segments that two processes see, and what is left of them at the end."""
+"""Shared memory of one host: the proof that it can be read, segments of two processes, and what is left at the end."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import pytest
 import torch
 
 from programs.neighbour import pattern
-from puppets import PROGRAMS, clean_environment
 from support import PATIENCE, in_thread
 from telegrad._transport import shared_memory
 from telegrad._transport.buffers import size_class
 from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments, Proof, Segment, SegmentPool, can_read
+from worker_processes import PROGRAMS, clean_environment
 
 ME = os.getpid()
 WORD = bytes(range(32))
@@ -274,7 +274,7 @@ def test_tensors_survive_the_death_of_the_sender() -> None:
         assert mapped(other.word) == 0
 
 
-# --- what is no segment --------------------------------------------------------------------------------------------------
+# --- what is no segment ----------------------------------------------------------------------------------------------
 
 
 def test_a_descriptor_that_stands_for_another_file_by_now(neighbour: Neighbour) -> None:
