@@ -201,7 +201,7 @@ def test_stream_sizes_are_the_buffers_that_follow():
     assert codec.stream_sizes(Goodbye()) == []
 
 
-def test_a_slab_that_is_not_kept_is_given_back():
+def test_a_segment_that_is_not_kept_is_given_back():
     assert codec.decode(codec.encode(Taken(5))) == Taken(5, kept=False)
     assert codec.decode(codec.encode(Taken(5, kept=True))).kept
 

@@ -426,7 +426,7 @@ def test_a_function_that_was_evicted_comes_again(trio: Cluster, monkeypatch: pyt
     for _ in range(3):
         assert rpc.rpc_sync("b", lambda: 1) == 1
         assert rpc.rpc_sync("b", lambda: 2) == 2
-    assert len(trio["b"].agent.bodies._functions) == 1
+    assert len(trio["b"].agent.marshal._functions) == 1
 
 
 def test_peers_do_not_share_a_function() -> None:

@@ -222,7 +222,7 @@ def test_two_devices_cannot_go_to_one() -> None:
         options.set_device_map("b", {"cuda:1": "cuda:1"})
 
 
-def test_an_exception_keeps_the_slab_of_its_tensor_until_it_is_given_back(pair: Cluster) -> None:
+def test_an_exception_keeps_the_segment_of_its_tensor_until_it_is_given_back(pair: Cluster) -> None:
     """On a link with the lane; in a cluster there is none, so what the caller would see is not looked at."""
     worker: Worker = pair["b"]
     assert pair["a"].rpc_sync("b", answer, (1,)) == 1
@@ -238,7 +238,7 @@ def test_an_exception_keeps_the_slab_of_its_tensor_until_it_is_given_back(pair: 
         pair.carrier.clear()
         worker.agent.answer_failure(link, 99, error)  # to a caller that waits for it no more
         assert eventually(lambda: list(link.held) == [segment.number])
-        assert repr(worker.agent.bodies.shelf) == f"<SegmentPool 2 segments, {segment.size:,} bytes idle>"
+        assert repr(worker.agent.marshal.shelf) == f"<SegmentPool 2 segments, {segment.size:,} bytes idle>"
     finally:
         link.lane_open = False
         link.held.clear()

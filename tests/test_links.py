@@ -457,7 +457,7 @@ def test_the_host_of_a_peer_that_reads_nothing_is_not_silent(stream_pair: Pair) 
 
 
 @pytest.mark.parametrize("closer", [0, 1], ids=["caller", "callee"])
-def test_slabs_that_were_not_given_back_are_let_go_with_the_link(pair: Pair, closer: int) -> None:
+def test_segments_that_were_not_given_back_are_let_go_with_the_link(pair: Pair, closer: int) -> None:
     """The receiver's tensors live on theirs, so nobody may use them again; see ``transport/lane.py``."""
     shelf = SegmentPool(bytes(32))
     data = big(100_000, 6)

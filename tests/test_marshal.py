@@ -141,7 +141,7 @@ def test_the_process_is_the_one_at_the_other_end_whatever_the_record_says(pair: 
     assert is_all(pair.open(pair.pack([tensor(5)]))[0], 5)
 
 
-def test_beyond_the_last_slab_buffers_go_by_the_socket(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beyond_the_last_segment_buffers_go_by_the_socket(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_MOST_SEGMENTS", 2)
     parcel = pair.pack([tensor(number) for number in range(5)])
     assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer] * 2 + [int] * 3
@@ -228,7 +228,7 @@ def test_a_bundle_with_a_tensor_that_cannot_go_still_has_the_others(pair: Pair) 
 # --- coming back ----------------------------------------------------------------------------------------------------
 
 
-def test_a_slab_comes_back_when_the_last_tensor_over_it_is_gone(pair: Pair) -> None:
+def test_a_segment_comes_back_when_the_last_tensor_over_it_is_gone(pair: Pair) -> None:
     view = pair.open(pair.pack([tensor(1)]))[0][10:20]
     (number,) = pair.out.held
     pair.receiver.give_back()
@@ -261,7 +261,7 @@ def test_it_is_said_with_whatever_comes_next(pair: Pair, with_what: str) -> None
     assert Taken(number) in pair.back.posted
 
 
-def test_the_same_slab_serves_again_and_again(pair: Pair) -> None:
+def test_the_same_segment_serves_again_and_again(pair: Pair) -> None:
     numbers, addresses = set(), set()
     for value in range(10):
         parcel = pair.pack([tensor(value)])
@@ -314,7 +314,7 @@ def test_several_buffers_of_one_message_come_back_one_by_one(pair: Pair) -> None
     assert pair.idle == len(numbers) * size_class(BIG)
 
 
-def test_a_slab_goes_to_whoever_needs_it_next(pair: Pair) -> None:
+def test_a_segment_goes_to_whoever_needs_it_next(pair: Pair) -> None:
     (segment,) = pair.pack([tensor(1)]).segments
     pair.sender.taken(pair.out, Taken(segment.number))
     other = FakeLink(2)
@@ -324,7 +324,7 @@ def test_a_slab_goes_to_whoever_needs_it_next(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("message", [Taken(12345), Taken(12345, kept=True), Taken(-1)])
-def test_a_slab_that_nobody_knows_is_no_error(pair: Pair, message: Taken) -> None:
+def test_a_segment_that_nobody_knows_is_no_error(pair: Pair, message: Taken) -> None:
     pair.pack([tensor(1)])
     pair.sender.taken(pair.out, message)
     assert len(pair.out.held) == 1
@@ -338,7 +338,7 @@ def test_nobody_gives_back_what_another_has(pair: Pair) -> None:
     assert pair.idle == 0
 
 
-def test_a_message_that_nobody_wants_gives_its_slabs_back(pair: Pair) -> None:
+def test_a_message_that_nobody_wants_gives_its_segments_back(pair: Pair) -> None:
     parcel = pair.pack([tensor(1), tensor(2), 3])
     fork = RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 0)
     made: list[tuple[RRefFork, int]] = []
@@ -350,7 +350,7 @@ def test_a_message_that_nobody_wants_gives_its_slabs_back(pair: Pair) -> None:
     assert made == [(fork, 0)]
 
 
-def test_a_value_that_cannot_be_rebuilt_gives_its_slabs_back(pair: Pair) -> None:
+def test_a_value_that_cannot_be_rebuilt_gives_its_segments_back(pair: Pair) -> None:
     body = arrived(pair.pack([tensor(1)]))
     too_long = type(body.tensors[0])(body.tensors[0].dtype, (2 * BIG,), 0)
     with pytest.raises(SerializationError):
@@ -386,7 +386,7 @@ def test_who_keeps_a_tensor_for_long_keeps_its_segment(pair: Pair, clock: Clock)
     assert Taken(number) not in pair.deliver(), "it is nobody's business any more"
 
 
-def test_a_slab_is_given_up_once(pair: Pair, clock: Clock) -> None:
+def test_a_segment_is_given_up_once(pair: Pair, clock: Clock) -> None:
     kept = pair.open(pair.pack([tensor(1)]))
     clock.now += 2 * marshal._KEPT_SECONDS
     pair.receiver.trim()
@@ -458,7 +458,7 @@ def refuse_view(monkeypatch: pytest.MonkeyPatch, which: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
-def test_a_slab_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
+def test_a_segment_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
     parcel = pair.pack([tensor(1), tensor(2), tensor(3)])
     numbers = {segment.number for segment in parcel.segments}
     refuse_view(monkeypatch, [failing])
@@ -480,7 +480,7 @@ def test_a_sender_that_is_gone(pair: Pair) -> None:
         pair.open(parcel)
 
 
-def test_a_receiver_that_is_told_of_no_slab_of_the_sender(pair: Pair) -> None:
+def test_a_receiver_that_is_told_of_no_segment_of_the_sender(pair: Pair) -> None:
     body = Body(Node(0, []), buffers=(InPeer(1, 0, BIG),))
     with pytest.raises(WorkerLostError, match="took 100,000 bytes away"):
         pair.receiver.open(pair.back, body, [])

@@ -78,7 +78,7 @@ def test_a_result_may_be_changed_as_soon_as_it_is_sent(pair: list[WorkerProcess]
 GIVEN_BACK = {"segments": 1, "out": 0, "idle": size_class(MB)}
 
 
-def test_a_slab_of_arguments_comes_back_over_an_idle_link(pair: list[WorkerProcess]) -> None:
+def test_a_segment_of_arguments_comes_back_over_an_idle_link(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     assert caller.run(segments.send, "worker1", MB, 7) == [7]
@@ -86,7 +86,7 @@ def test_a_slab_of_arguments_comes_back_over_an_idle_link(pair: list[WorkerProce
     assert callee.run(segments.borrowed) == 0
 
 
-def test_a_slab_of_a_result_comes_back_over_an_idle_link(pair: list[WorkerProcess]) -> None:
+def test_a_segment_of_a_result_comes_back_over_an_idle_link(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     assert caller.run(segments.fetch, "worker1", MB, 7) == [7]
@@ -94,7 +94,7 @@ def test_a_slab_of_a_result_comes_back_over_an_idle_link(pair: list[WorkerProces
     assert caller.run(segments.borrowed) == 0
 
 
-def test_a_slab_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[WorkerProcess]) -> None:
+def test_a_segment_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.send_to_keep, "worker1", MB, 1, 2, 3)
@@ -106,7 +106,7 @@ def test_a_slab_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[Wor
     assert caller.run(segments.shelf)["segments"] == 3, "they serve again"
 
 
-def test_the_answer_of_a_call_that_timed_out_gives_its_slab_back(pair: list[WorkerProcess]) -> None:
+def test_the_answer_of_a_call_that_timed_out_gives_its_segment_back(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     callee.run(segments.become, 1, MB)
@@ -130,7 +130,7 @@ def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[WorkerProce
     )
 
 
-def test_beyond_the_last_slab_tensors_go_by_the_socket(pair: list[WorkerProcess]) -> None:
+def test_beyond_the_last_segment_tensors_go_by_the_socket(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.allow_segments, 3)
@@ -205,7 +205,7 @@ def test_tensors_outlive_the_process_that_sent_them() -> None:
         leave([receiver, third])
 
 
-def test_slabs_that_a_dead_receiver_had_are_let_go() -> None:
+def test_segments_that_a_dead_receiver_had_are_let_go() -> None:
     with worker_processes(3) as cast:
         join(cast)
         introduce(*cast)
@@ -221,7 +221,7 @@ def test_slabs_that_a_dead_receiver_had_are_let_go() -> None:
 # --- failure --------------------------------------------------------------------------------------------------------
 
 
-def test_a_callee_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[WorkerProcess]) -> None:
+def test_a_callee_that_cannot_map_a_segment_says_so_and_gives_it_back(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     callee.run(segments.refuse_mappings)
@@ -233,7 +233,7 @@ def test_a_callee_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[Wo
     assert caller.run(segments.send, "worker1", MB, 3, 4) == [3, 4]
 
 
-def test_a_caller_that_cannot_map_a_slab_says_so_and_gives_it_back(pair: list[WorkerProcess]) -> None:
+def test_a_caller_that_cannot_map_a_segment_says_so_and_gives_it_back(pair: list[WorkerProcess]) -> None:
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.refuse_mappings)

@@ -208,7 +208,7 @@ def test_another_user_sees_nothing(neighbour: Neighbour) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4096, LANE_LIMIT, 100_001, (8 << 20) - 1, (8 << 20) + 3])
-def test_a_slab_of_another_process(neighbour: Neighbour, size: int) -> None:
+def test_a_segment_of_another_process(neighbour: Neighbour, size: int) -> None:
     number, fd = neighbour.put(7, size)
     memory = neighbour.window().view(number, fd, size)
     assert memory.nbytes == size
@@ -217,7 +217,7 @@ def test_a_slab_of_another_process(neighbour: Neighbour, size: int) -> None:
     assert neighbour.tell("drop", number) == "done"
 
 
-def test_several_slabs_at_once(neighbour: Neighbour) -> None:
+def test_several_segments_at_once(neighbour: Neighbour) -> None:
     window = neighbour.window()
     put = [(seed, *neighbour.put(seed, 70_000 + seed)) for seed in range(20)]
     views = [window.view(number, fd, 70_000 + seed) for seed, number, fd in put]
@@ -227,7 +227,7 @@ def test_several_slabs_at_once(neighbour: Neighbour) -> None:
     assert all(np.array_equal(view, pattern(seed, 70_000 + seed)) for seed, view in enumerate(views))
 
 
-def test_a_slab_that_was_given_back_comes_again_with_other_content(neighbour: Neighbour) -> None:
+def test_a_segment_that_was_given_back_comes_again_with_other_content(neighbour: Neighbour) -> None:
     window = neighbour.window()
     number, fd = neighbour.put(1, 100_000)
     view = window.view(number, fd, 100_000)
@@ -312,7 +312,7 @@ def test_a_file_that_has_the_name_only_is_no_segment(window: PeerSegments, tmp_p
     ],
     ids=["unsealed", "may shrink", "may grow", "too small", "empty"],
 )
-def test_a_slab_that_could_end_under_us_is_refused(window: PeerSegments, seals: int, size: int, wanted: int) -> None:
+def test_a_segment_that_could_end_under_us_is_refused(window: PeerSegments, seals: int, size: int, wanted: int) -> None:
     fd = os.memfd_create(shared_memory._name(WORD, 5), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.truncate(fd, size)
@@ -331,7 +331,7 @@ def test_what_is_sealed_stays_as_long_as_it_is(shelf: SegmentPool) -> None:
     assert os.fstat(segment.fd).st_size == segment.size
 
 
-def test_a_slab_that_is_mapped_but_too_small(shelf: SegmentPool, window: PeerSegments) -> None:
+def test_a_segment_that_is_mapped_but_too_small(shelf: SegmentPool, window: PeerSegments) -> None:
     segment = lay(shelf, 1, 100_000)
     look(window, segment, 100_000)
     before = repr(window)
@@ -413,7 +413,7 @@ def test_a_window_keeps_no_more_bytes_than_allowed(
     assert all(np.array_equal(view, pattern(seed, 100_000)) for seed, view in zip([3, 0, 1, 2, 3], views, strict=True))
 
 
-def test_a_slab_that_is_bigger_than_all_that_may_be_kept(
+def test_a_segment_that_is_bigger_than_all_that_may_be_kept(
     shelf: SegmentPool, window: PeerSegments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_memory, "_KEEP_BYTES", 100_000)
@@ -456,7 +456,7 @@ def test_a_window_keeps_no_descriptors(neighbour: Neighbour) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4095, 4096, LANE_LIMIT, 100_001, 1 << 20, (8 << 20) + 5])
-def test_a_slab_has_the_size_of_its_class(shelf: SegmentPool, window: PeerSegments, size: int) -> None:
+def test_a_segment_has_the_size_of_its_class(shelf: SegmentPool, window: PeerSegments, size: int) -> None:
     segment = lay(shelf, 4, size)
     assert segment.size == size_class(size) == os.fstat(segment.fd).st_size
     assert np.array_equal(look(window, segment, size), pattern(4, size))
@@ -473,7 +473,7 @@ def test_it_is_a_snapshot(shelf: SegmentPool, window: PeerSegments) -> None:
     assert not source.any()
 
 
-def test_a_slab_is_not_used_again_before_it_is_back(shelf: SegmentPool) -> None:
+def test_a_segment_is_not_used_again_before_it_is_back(shelf: SegmentPool) -> None:
     first, second = lay(shelf, 1, 100_000), lay(shelf, 2, 100_000)
     assert first.number != second.number
     shelf.take_back(first)
@@ -486,7 +486,7 @@ def test_a_slab_is_not_used_again_before_it_is_back(shelf: SegmentPool) -> None:
     assert bytes(second.memory)[:100_000] == pattern(2, 100_000).tobytes()
 
 
-def test_a_slab_of_another_class_is_not_used(shelf: SegmentPool) -> None:
+def test_a_segment_of_another_class_is_not_used(shelf: SegmentPool) -> None:
     segment = lay(shelf, 1, 100_000)
     shelf.take_back(segment)
     assert lay(shelf, 1, 200_000) is not segment
@@ -526,7 +526,7 @@ def test_too_many_segments(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) 
     segments.append(lay(shelf, 5, 100_000))  # in the place of one that is gone
 
 
-def test_idle_slabs_give_way_to_those_of_another_size(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_segments_give_way_to_those_of_another_size(shelf: SegmentPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_MOST_SEGMENTS", 3)
     for segment in [lay(shelf, seed, 100_000) for seed in range(3)]:
         shelf.take_back(segment)
@@ -624,7 +624,7 @@ def test_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shelf._idle.bytes <= 8 * size
 
 
-def test_threads_that_look_at_one_slab_see_one_mapping(shelf: SegmentPool, window: PeerSegments) -> None:
+def test_threads_that_look_at_one_segment_see_one_mapping(shelf: SegmentPool, window: PeerSegments) -> None:
     segment = lay(shelf, 1, 1 << 20)
     views = [join() for join in [in_thread(lambda: look(window, segment, 1 << 20)) for _ in range(8)]]
     assert len({view.ctypes.data for view in views}) == 1

@@ -395,7 +395,7 @@ class Subclass(torch.Tensor):
     pass
 
 
-def test_a_first_attempt_that_failed_leaves_no_slab_behind():
+def test_a_first_attempt_that_failed_leaves_no_segment_behind():
     """The tensor was laid out already when the next one turned out to need a pickle."""
     neighbours = Neighbours(limit=20_000)
     plain, other = torch.arange(50_000.0), torch.ones(3).as_subclass(Subclass)
@@ -409,7 +409,7 @@ def test_a_first_attempt_that_failed_leaves_no_slab_behind():
 
 
 @pytest.mark.parametrize("allow_pickle", [True, False])
-def test_a_value_that_cannot_be_sent_leaves_no_slab_behind(allow_pickle):
+def test_a_value_that_cannot_be_sent_leaves_no_segment_behind(allow_pickle):
     neighbours = Neighbours(limit=20_000)
     for unsendable in (threading.Lock(), torch.ones(2).to_mkldnn()):
         value = [torch.arange(50_000.0), np.arange(50_000), unsendable]

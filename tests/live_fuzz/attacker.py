@@ -156,7 +156,7 @@ class VictimProcess:
             pass  # it is over
 
     def _link(self, sock: socket.socket, agent: Agent, dialled: bool) -> StreamLink:
-        lend = agent.bodies.buffers.lend
+        lend = agent.marshal.buffers.lend
         return StreamLink(SocketStream(sock), VICTIM, dialled, agent.pool, agent, lend, self.process.pid)
 
     def check(self) -> None:

@@ -110,7 +110,7 @@ class Victim:
         return link
 
     def _link(self, sock: socket.socket, peer_id: int, dialled: bool) -> StreamLink:
-        lend = self.agent.bodies.buffers.lend
+        lend = self.agent.marshal.buffers.lend
         return StreamLink(SocketStream(sock), peer_id, dialled, self.agent.pool, self.events, lend, self._setup.pid)
 
     def _let_in(self) -> None:
@@ -148,7 +148,7 @@ class Victim:
         record = self._records[peer_id]
         self.agent.mail.lost(peer_id)
         self.agent.liveness.forget(peer_id)
-        self.agent.bodies._windows.pop(peer_id, None)
+        self.agent.marshal._windows.pop(peer_id, None)
         self.worker.references._lost.discard(peer_id)
         self.worker.references.ledger._lost.discard(peer_id)  # type: ignore[arg-type]
         self.worker.autograd.registry._ended.pop(peer_id, None)
@@ -168,7 +168,7 @@ class Victim:
         gc.collect()
         self.worker.references.let_go()
         self._wait_until_quiet()  # what was collected is let go of by the pool
-        self.agent.bodies.trim()
+        self.agent.marshal.trim()
         ctypes.CDLL(None).malloc_trim(0)
         process = psutil.Process()
         references = self.worker.references

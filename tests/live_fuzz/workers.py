@@ -74,7 +74,7 @@ class RecordedJob:
 
     def _link(self, sock: socket.socket, agent: Agent, peer_id: int, dialled: bool) -> StreamLink:
         stream = RecordedStream(sock, dialled, self.streams)
-        return StreamLink(stream, peer_id, dialled, agent.pool, agent, agent.bodies.buffers.lend, os.getpid())
+        return StreamLink(stream, peer_id, dialled, agent.pool, agent, agent.marshal.buffers.lend, os.getpid())
 
     def frames(self) -> Iterator[tuple[bool, bytes]]:
         """Each frame, with whether the side that had dialled sent it."""
@@ -95,7 +95,7 @@ class RecordedJob:
 
     def segments(self) -> list[Any]:
         """Shared memory that frames name; whoever sends them again must keep it."""
-        return [segment for worker in self._workers.values() for segment in worker.agent.bodies.shelf._segments]
+        return [segment for worker in self._workers.values() for segment in worker.agent.marshal.shelf._segments]
 
     def shutdown(self) -> None:
         workers = list(self._workers.values())

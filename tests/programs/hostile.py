@@ -52,7 +52,7 @@ def kept_double(tensor: torch.Tensor) -> float:
 def shared_memory_of_this_process() -> dict[str, Any]:
     """What another worker of the job can read in this worker's record, and guess of its descriptors."""
     worker = current_worker()
-    segments = [(segment.number, segment.fd, segment.size) for segment in worker.agent.bodies.shelf._segments]
+    segments = [(segment.number, segment.fd, segment.size) for segment in worker.agent.marshal.shelf._segments]
     me = worker.agent.me
     return {"pid": me.pid, "fd": me.lane_fd, "word": me.lane_word, "segments": segments}
 

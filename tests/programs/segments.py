@@ -62,7 +62,7 @@ def shelf() -> dict[str, int]:
     gc.collect()
     worker = current_worker()
     out = sum(len(link.held) for peer in worker.agent.peers for link in peer.links)
-    one = worker.agent.bodies.shelf
+    one = worker.agent.marshal.shelf
     return {"segments": len(one._segments), "out": out, "idle": one._idle.bytes}
 
 

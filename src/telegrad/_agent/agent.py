@@ -10,8 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ from telegrad._wire.messages import (
     Message,
     Note,
     NoteAck,
+    NotePayload,
     RemoteCall,
     Reply,
     Taken,
@@ -67,6 +68,7 @@ _SHORTEST_DIAL = 2.0  # a call with a shorter timeout connects too, or such call
 _TICK_SECONDS = 1.0
 
 Handler = Callable[[Link, Frame], None]
+MessageHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the message, what opens its value
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,9 @@ class Agent:
         self.pool = Pool(me.name, options.threads, on_thread_start)
         self.coroutines = Coroutines(me.name, self.pool, on_thread_start)
         self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
-        self.bodies = Marshal(self.peer, options.allow_pickle, me.lane_word)
+        self.marshal = Marshal(self.peer, options.allow_pickle, me.lane_word)
         self.outcomes = Outcomes(
-            self.pool, self.calls, self._open, self.bodies.discard, lambda to: self.peer(to).name, options.allow_pickle
+            self.pool, self.calls, self._open, self.marshal.discard, lambda to: self.peer(to).name, options.allow_pickle
         )
         self.wait = self.outcomes.wait
         self._help_future = self.outcomes.help_future
@@ -115,7 +117,7 @@ class Agent:
         self._next_trim = 0.0
         self.liveness = Liveness(options.heartbeat, self.link_broken)
         self._clock = Clock(me.name, self._tick)
-        self.mail = Mail(self.peer, self.link_to, self.bodies, self.pool, self._clock, options.note_pause)
+        self.mail = Mail(self.peer, self.link_to, self.marshal, self.pool, self._clock, options.note_pause)
 
     # --- peers --------------------------------------------------------------------------------------------------
 
@@ -227,7 +229,7 @@ class Agent:
         """Sends a request.  ``message`` makes it from its id and body; ``notice`` is told of the outcome."""
         now = time.monotonic()
         link = peer.link or self.link_to(peer, now + timeout if timeout > 0 else math.inf)
-        parcel = self.bodies.pack(peer, link, value, answered=True)
+        parcel = self.marshal.pack(peer, link, value, answered=True)
         ticket = Ticket(link, future, notice)
         try:
             waiting = self.calls.start(link.peer_id, what, now, timeout, ticket)
@@ -258,7 +260,7 @@ class Agent:
         self.outcomes.give_up(waiting)
 
     def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
-        value = self.bodies.open(link, body, streamed)[0]
+        value = self.marshal.open(link, body, streamed)[0]
         if body.extra is not None and self.answer_opened is not None:
             self.answer_opened(link.peer_id, body.extra)
         return value
@@ -287,7 +289,7 @@ class Agent:
                 elif (rest := self.outcomes.settle(waiting.ticket, frame)) is not None:
                     work.append(rest)
             elif kind is Taken:
-                self.bodies.taken(link, message)  # type: ignore[arg-type]
+                self.marshal.taken(link, message)  # type: ignore[arg-type]
             elif kind is NoteAck:
                 self.mail.acknowledged(link, message)  # type: ignore[arg-type]
             elif kind is LaneOpen:
@@ -315,7 +317,7 @@ class Agent:
             link.send(Reply(call_id), more=True)
             return
         try:
-            parcel = self.bodies.pack(self.peer(link.peer_id), link, value)
+            parcel = self.marshal.pack(self.peer(link.peer_id), link, value)
         except SerializationError as error:
             where = f"the result{''.join(error.path)}"
             self.answer_failure(link, call_id, SerializationError(f"{where} cannot be sent back: {error}"))
@@ -331,10 +333,47 @@ class Agent:
             error,
             call_id,
             self.me.name,
-            lambda value: self.bodies.pack(peer, link, value),
+            lambda value: self.marshal.pack(peer, link, value),
             tells_where=self.options.allow_pickle,
         )
         link.send(failure, parcel.stream)
+
+    # --- internal messages, and threads -------------------------------------------------------------------------
+
+    def on_message(self, kind: type, handler: MessageHandler, quick: bool = False) -> None:
+        """Registers what handles an internal message.  ``quick``: it waits for nothing, so it may run on the thread
+        that reads the connection."""
+        self.mail.handlers[kind] = handler
+        if quick:
+            self.mail.light.add(kind)
+
+    def send_message(
+        self, to: int, message: NotePayload, value: Any = None, tensors: values.Bundle | None = None
+    ) -> bool:
+        """Sends an internal message, in order with all others to that worker.  False: the worker is gone."""
+        return self.mail.post(to, message, value, tensors)
+
+    def tensors_for(self, to: int, recorded: bool) -> values.Bundle:
+        """Collects tensors for ``send_message``; ``recorded``: autograd follows them.  Raises WorkerLostError."""
+        return self.mail.bundle(to, recorded)
+
+    def submit(self, function: Callable[..., None], *args: Any) -> None:
+        """Runs it on a thread of this worker that may block."""
+        self.pool.submit((lambda function, args: function(*args), function, args))
+
+    def serves_here(self) -> bool:
+        """Whether the calling thread is one of this worker's own, which runs something for another worker."""
+        return self.pool.runs_here()
+
+    @contextmanager
+    def blocking(self) -> Iterator[None]:
+        """Around a wait for another worker: other threads take over what the calling thread would have done next."""
+        self.pool.hand_over()
+        if not self.pool.runs_here():
+            yield
+            return
+        with self.pool.blocked():
+            yield
 
     # --- waiting for more than an answer ------------------------------------------------------------------------
 
@@ -422,7 +461,7 @@ class Agent:
             if work is not None:
                 self.pool.submit(work)
         self.mail.tick(now)
-        self.bodies.give_back()
+        self.marshal.give_back()
         again_in = self.now_and_then()
         others = [peer for peer in self.peers if peer.id != self.me.worker_id]
         self.liveness.look(others)
@@ -430,7 +469,7 @@ class Agent:
             self.pool.submit((lambda link, _: link.flush(0.0), link, None))
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
-            self.bodies.trim()
+            self.marshal.trim()
         pause = _TICK_SECONDS
         if self.mail.unacknowledged:
             pause = min(pause, self.options.note_pause)
@@ -459,7 +498,7 @@ class Agent:
         self.coroutines.close(timeout)
         self.pool.close(timeout)
         self.liveness.close()
-        self.bodies.shelf.close()
+        self.marshal.shelf.close()
         for act, ticket, _ in self.pool.drain():
             if act == self.outcomes.complete:  # it came in the last moment, and somebody may wait for the future
                 self.outcomes.complete(ticket, None)

@@ -87,17 +87,17 @@ def execute(
         if message.function:
             function = resolve(message.function, agent.options.allow_pickle)
         else:
-            function = agent.bodies.function(link, message.pickled_function)
+            function = agent.marshal.function(link, message.pickled_function)
     except BaseException as error:
         try:
-            agent.bodies.discard(link, body)
+            agent.marshal.discard(link, body)
         finally:
             fail(error)
         return
     try:
         args: tuple[Any, ...] = (None,)
         if body.tree is not None or body.pickle >= 0 or body.extra is not None:
-            value, scope = agent.bodies.open(link, body, frame.buffers)
+            value, scope = agent.marshal.open(link, body, frame.buffers)
             args = value or args
         if function is None:
             function, *args = args  # type: ignore[assignment]

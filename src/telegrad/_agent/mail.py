@@ -45,7 +45,7 @@ class Mail:
         self.light: set[type] = set()  # handled where they are read: quick, and they wait for nothing
         self._peer = peer
         self._link_to = link_to
-        self._bodies = bodies
+        self._marshal = bodies
         self._pool = pool
         self._clock = clock
         self._first_pause = first_pause
@@ -60,7 +60,7 @@ class Mail:
     def bundle(self, to: int, recorded: bool) -> values.Bundle:
         """For tensors that go along with a note; ``recorded``: autograd follows them.  Raises WorkerLostError."""
         peer = self._peer(to)
-        return self._bodies.bundle(peer, self._link_to(peer), recorded)
+        return self._marshal.bundle(peer, self._link_to(peer), recorded)
 
     def post(
         self,
@@ -83,7 +83,7 @@ class Mail:
             if tensors is not None or value is not None:
                 link = link or self._link_to(peer)
                 parcel = (
-                    self._bodies.close(link, tensors) if tensors is not None else self._bodies.pack(peer, link, value)
+                    self._marshal.close(link, tensors) if tensors is not None else self._marshal.pack(peer, link, value)
                 )
         except WorkerLostError:
             return False
@@ -130,7 +130,7 @@ class Mail:
         def open_value() -> Any:
             nonlocal opened
             opened = True
-            return self._bodies.open(link, note.body, streamed)[0]
+            return self._marshal.open(link, note.body, streamed)[0]
 
         with self._lock:
             first = self._inbox.accept(link.peer_id, note)
@@ -148,7 +148,7 @@ class Mail:
                 kind, name = type(note.payload).__name__, self._peer(link.peer_id).name
                 self._refusals.add(f"a {kind} from worker {name!r}", str(error))
             if not opened and note.body.buffers:
-                self._bodies.discard(link, note.body)
+                self._marshal.discard(link, note.body)
 
     def acknowledged(self, link: Link, message: NoteAck) -> None:
         with self._lock:

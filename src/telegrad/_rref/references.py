@@ -115,7 +115,7 @@ class References:
         self._lost: set[int] = set()
         agent.handlers[RemoteCall] = self._run_remote
         agent.handlers[Fetch] = self._answer_fetch
-        agent.bodies.make_reference = self._receive
+        agent.marshal.make_reference = self._receive
         agent.lost_handlers.append(self._worker_lost)
         agent.now_and_then = self._now_and_then
         for kind in (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete):
@@ -246,7 +246,7 @@ class References:
         try:
             value, instructions = self._begin_remote(rref_id, GlobalId(*message.fork_id), link.peer_id)
         except TelegradError as error:
-            self.agent.bodies.discard(link, message.body)
+            self.agent.marshal.discard(link, message.body)
             self.agent.answer_failure(link, message.call_id, error)
             return
         self._carry_out(instructions)
@@ -283,7 +283,7 @@ class References:
         scope = None
         try:
             if message.body.extra is not None:
-                scope = self.agent.bodies.open(link, message.body, [])[1]
+                scope = self.agent.marshal.open(link, message.body, [])[1]
             value = self.owned(GlobalId(*message.rref_id), link.peer_id)
         except TelegradError as error:
             self.agent.answer_failure(link, message.call_id, error)

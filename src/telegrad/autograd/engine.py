@@ -79,7 +79,7 @@ class Engine:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._running: set[int] = set()  # the numbers of the passes that this worker is the root of
-        agent.bodies.incoming = self.attach.incoming
+        agent.marshal.incoming = self.attach.incoming
         agent.answer_opened = self.attach.answered
         agent.lost_handlers.append(self._worker_lost)
         agent.mail.light.add(DropContext)

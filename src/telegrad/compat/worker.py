@@ -72,7 +72,7 @@ class CompatWorker(Worker):
         #: The nodes of what was received, by message; torch keeps them in the context.
         self.recvs: WeakKeyDictionary[Context, dict[int, list[Any]]] = WeakKeyDictionary()
         self._incoming = self.autograd.attach.incoming
-        self.agent.bodies.incoming = self._note_recvs
+        self.agent.marshal.incoming = self._note_recvs
         #: References that ``RRef._serialize`` made tuples of, until ``RRef._deserialize`` claims them.
         self.serialized: dict[int, RRef[Any]] = {}
         self.on_close(self.serialized.clear)

@@ -317,7 +317,7 @@ def debug_info() -> dict[str, Any]:
         "pool": repr(worker.agent.pool),
         "peers": [repr(peer) for peer in worker.agent.peers],
         "references": worker.references.counts(),
-        "buffers": repr(worker.agent.bodies.buffers),
+        "buffers": repr(worker.agent.marshal.buffers),
     }
 
 

@@ -110,7 +110,7 @@ class Network:
 
     def _link(self, agent: Agent, stream: Stream, record: WorkerRecord, dialled: bool, pid: int | None) -> StreamLink:
         stream.watch_host(self._options.heartbeat)
-        link = StreamLink(stream, record.worker_id, dialled, agent.pool, agent, agent.bodies.buffers.lend, pid)
+        link = StreamLink(stream, record.worker_id, dialled, agent.pool, agent, agent.marshal.buffers.lend, pid)
         if not dialled:
             agent.accepted(link)
         return link
