@@ -78,7 +78,6 @@ def assert_no_references(workers: Iterable[Worker]) -> None:
         assert eventually(lambda worker=worker: _empty(worker)), f"leaked: {worker.references!r}"
         assert eventually(lambda worker=worker: not worker.references.broken), worker.references.broken
         worker.references.ledger.validate()
-        assert eventually(lambda worker=worker: worker.agent.mail.unacknowledged == 0)
 
 
 def in_thread(action: Callable[[], Any]) -> Callable[[], Any]:

@@ -58,11 +58,11 @@ def trio() -> Iterator[Cluster]:
     """Three workers that may be killed; the test acts for the first."""
     with (
         no_new_threads(),
-        cluster("a", "b", "c", timeout=PATIENCE, note_pause=0.02) as workers,
+        cluster("a", "b", "c", timeout=PATIENCE) as workers,
         workers.on("a"),
     ):
         yield workers
-        workers.carrier.clear()
+        workers.faults.clear()
         assert_nothing_left(workers)
         assert_no_references(workers)
 
@@ -78,7 +78,7 @@ def assert_nothing_left(workers: Cluster) -> None:
             assert eventually(lambda name=worker.name: known_on(workers, name) == NOTHING), known_on(
                 workers, worker.name
             )
-            assert eventually(lambda worker=worker: not worker.agent.pool.busy), "a thread still waits"
+            assert eventually(lambda worker=worker: not worker.agent.plane.unfinished), "a thread still waits"
 
 
 def assert_no_pass_runs(workers: Cluster) -> None:
@@ -479,7 +479,7 @@ def test_a_deadline_in_the_wave(trio: Cluster) -> None:
         loss = (rpc.rpc_sync("b", double, (shared,)) + shared).sum()
         with pytest.raises(RpcTimeoutError, match=r"waits for the plan.*wave: waits for \[1\]"):
             autograd.backward(context_id, [loss], timeout=0.1)
-    trio.carrier.clear()
+    trio.faults.clear()
     assert_nothing_left(trio)
     meeting_sources()
 
@@ -521,7 +521,7 @@ def test_a_late_gradient_of_a_pass_that_failed_changes_nothing(trio: Cluster, se
         with trio.on(receiver):
             late[0]()
         for worker in trio:
-            assert eventually(lambda worker=worker: not worker.agent.pool.busy)
+            assert eventually(lambda worker=worker: not worker.agent.plane.unfinished)
         assert known_on(trio, "a")["passes"] == []
         autograd.backward(context_id, [loss])
         assert autograd.get_gradients(context_id)[x].tolist() == [6.0] * 3
@@ -613,7 +613,7 @@ def test_a_worker_is_lost_in_the_discovery(trio: Cluster, message: type) -> None
         autograd.backward(context_id, [result.sum() if far else (result + shared).sum()])
 
     assert_lost(trio, "b", program, Gate(), lambda: eventually(lambda: fault.hits > 0))
-    trio.carrier.clear()
+    trio.faults.clear()
     next_context_works(trio, "a", "c")
 
 

@@ -18,7 +18,7 @@ from telegrad.errors import ProtocolError
 from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)
-PAYLOADS = typing.get_args(messages.NotePayload)
+PAYLOADS = typing.get_args(messages.InternalMessage)
 
 sizes = st.integers(0, 2**63 - 1)
 numbers = st.integers(-(2**63), 2**63 - 1)
@@ -68,7 +68,7 @@ def record(kind):
 
 
 def field(hint):
-    if hint == messages.NotePayload:
+    if hint == messages.InternalMessage:
         return st.one_of([record(kind) for kind in PAYLOADS])
     if hint in BY_TYPE:
         return BY_TYPE[hint]
@@ -112,7 +112,7 @@ EXAMPLES = {
         (messages.RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 1, "Tensor"),),
         [1, 2],
     ),
-    messages.NotePayload: messages.UserDelete(GlobalId(1, 2), GlobalId(3, 4)),
+    messages.InternalMessage: messages.UserDelete(GlobalId(1, 2), GlobalId(3, 4)),
 }
 
 

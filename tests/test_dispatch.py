@@ -106,11 +106,11 @@ def test_without_pickle_a_function_by_value_is_refused_unopened(opened: list[Any
 
 def test_a_method_of_a_proxy_is_called_by_another_worker(trio: Cluster) -> None:
     counter = rpc.remote("b", Counter, (5,))
-    before = trio["c"].agent.started_calls
+    before = trio["c"].agent.calls.started
     assert rpc.rpc_sync("c", counter.rpc_sync().add, (2,)) == 7
     assert rpc.rpc_async("c", counter.rpc_sync(timeout=PATIENCE).add, kwargs={"number": 3}).wait() == 10
     assert rpc.remote("c", counter.rpc_sync().add).to_here() == 11
-    assert trio["c"].agent.started_calls == before + 3
+    assert trio["c"].agent.calls.started == before + 3
     assert rpc.rpc_sync("c", counter.remote().add).to_here() == 12  # a reference to a value of b, made by c
     assert rpc.rpc_sync("c", operator.call, (counter.rpc_sync().add,)) == 13
     assert rpc.rpc_sync("b", counter.rpc_sync().add) == 14  # the owner itself
@@ -177,7 +177,7 @@ def test_coroutines_that_wait_occupy_no_thread() -> None:
         for gate in gates:
             gate.wait_entered()
         assert workers["b"].agent.coroutines.running == 50
-        assert eventually(lambda: workers["b"].agent.pool.busy == 0)
+        assert eventually(lambda: workers["b"].agent.plane.unfinished == 0)
         for gate in reversed(gates):
             gate.open()
         assert [future.wait() for future in futures] == list(range(50))

@@ -40,7 +40,7 @@ def _no_threads_left() -> Iterator[None]:
 
 @pytest.fixture
 def trio() -> Iterator[Cluster]:
-    with cluster("a", "b", "c", timeout=PATIENCE, note_pause=0.02) as workers, workers.on("a"):
+    with cluster("a", "b", "c", timeout=PATIENCE) as workers, workers.on("a"):
         _alive.clear()  # a worker that an earlier test killed keeps what it had
         yield workers
 
@@ -194,7 +194,7 @@ def test_a_killed_worker_fails_what_waits_for_it_at_once(trio: Cluster) -> None:
         in_thread(lambda: trio["c"].rpc_sync("b", pass_through, (gate,))),
         rpc.remote("b", pass_through, (gate,)).to_here,
     ]
-    assert eventually(lambda: trio["b"].agent.pool.busy >= 4)
+    assert eventually(lambda: trio["b"].agent.plane.unfinished >= 4)
     kill = in_thread(lambda: trio.kill("b"))
     for call in calls:
         with pytest.raises(WorkerLostError, match="worker 'b' is lost"):
@@ -244,7 +244,7 @@ def test_a_worker_dies_in_the_middle_of_the_protocol(trio: Cluster, note: type, 
     if note is not ForkRequest and victim == "c":
         _kept.clear()
     trio.kill(victim)
-    trio.carrier.clear()
+    trio.faults.clear()
     _kept.clear()
     assert_no_references(trio)
     if victim == "c":
@@ -267,7 +267,7 @@ def test_the_creator_dies_and_a_third_worker_keeps_the_value(trio: Cluster) -> N
 
 def test_an_acknowledgement_waits_for_a_note_that_it_can_ride_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mail, "_ACK_SECONDS", PATIENCE)
-    with cluster("a", "b", note_pause=PATIENCE) as workers:
+    with cluster("a", "b") as workers:
         acknowledged = workers.fault("repeat", NoteAck)  # to count them
         here, there = workers["a"].agent, workers["b"].agent
         for _ in range(3):
@@ -280,7 +280,7 @@ def test_an_acknowledgement_waits_for_a_note_that_it_can_ride_on(monkeypatch: py
 
 
 def test_an_acknowledgement_that_nothing_takes_along_goes_alone() -> None:
-    with cluster("a", "b", note_pause=PATIENCE) as workers:
+    with cluster("a", "b") as workers:
         here, there = workers["a"].agent, workers["b"].agent
         for _ in range(3):
             here.mail.post(there.me.worker_id, DropContext(1))
@@ -288,7 +288,7 @@ def test_an_acknowledgement_that_nothing_takes_along_goes_alone() -> None:
 
 
 def test_a_tick_before_its_time_does_not_put_an_acknowledgement_off() -> None:
-    with cluster("a", "b", note_pause=PATIENCE) as workers:
+    with cluster("a", "b") as workers:
         here, there = workers["a"].agent, workers["b"].agent
         here.mail.post(there.me.worker_id, DropContext(1))
         assert eventually(lambda: there.mail.acks_due < math.inf or not here.mail.unacknowledged)

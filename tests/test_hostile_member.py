@@ -35,7 +35,7 @@ from telegrad._wire.messages import (
     Message,
     Node,
     Note,
-    NotePayload,
+    InternalMessage,
     PassFailed,
     PassHead,
     PlanKnown,
@@ -83,7 +83,7 @@ def as_member(workers: Cluster, message: Message, to: str = "a") -> None:
 _next_number = iter(range(1 << 20, 1 << 30))
 
 
-def note(workers: Cluster, payload: NotePayload, to: str = "a", body: Body | None = None) -> None:
+def note(workers: Cluster, payload: InternalMessage, to: str = "a", body: Body | None = None) -> None:
     as_member(workers, Note(next(_next_number), 0, payload, (), body or Body()), to)
 
 
@@ -290,7 +290,7 @@ def held_scale(tensor: Tensor, gate: Gate) -> Tensor:
     return Held.apply(WEIGHT * tensor, gate)  # type: ignore[no-any-return]
 
 
-FORGERIES: dict[str, Callable[[PassId, int], NotePayload]] = {
+FORGERIES: dict[str, Callable[[PassId, int], InternalMessage]] = {
     "a failure": lambda this, context: PassFailed(this, "m", "builtins:ValueError", "forged", ""),
     "an end": lambda this, context: EndPass(this, context, "forged"),
     "an answer": lambda this, context: Finished(this, 1, 0, ()),
@@ -384,13 +384,13 @@ def lend(workers: Cluster, rref_id: GlobalId) -> Future:
 
 def test_calls_on_references_that_never_come_take_no_threads(job: Cluster) -> None:
     job["m"].rpc_sync("a", run_me, ("m",))
-    before = job["a"].agent.pool.busy
+    before = job["a"].agent.plane.unfinished
     for number in range(500):
         lend(job, GlobalId(job["b"].id, 1000 + number))
     job["m"].rpc_sync("a", run_me, ("m",))
     assert eventually(lambda: job["a"].references.counts()["values"] == 500)
-    assert eventually(lambda: job["a"].agent.pool.busy == before)
-    assert len(job["a"].agent.pool._threads) < 50
+    assert eventually(lambda: job["a"].agent.plane.unfinished == before)
+    assert len(job["a"].agent.plane._threads) < 50
     job.kill("m")
     assert_no_references([job["a"]])  # the calls have failed, since only m told of these references
 
@@ -401,6 +401,6 @@ def test_a_method_of_a_value_that_is_being_made_waits_without_a_thread(job: Clus
     gate.wait_entered()
     futures = [rref.rpc_async().get() for _ in range(50)]
     assert eventually(lambda: len(job["b"].references._owned[rref._rref_id]) == 50)
-    assert eventually(lambda: job["b"].agent.pool.busy == 1)
+    assert eventually(lambda: job["b"].agent.plane.unfinished == 1)
     gate.open()
     assert [future.wait() for future in futures] == [7] * 50

@@ -37,7 +37,7 @@ LAYERS = [line.split() for line in """
     telegrad._agent.waking
     telegrad._agent.look
     telegrad._agent.backlog
-    telegrad._agent.pool
+    telegrad._agent.plane
     telegrad._agent.coroutines  telegrad._agent.link  telegrad._agent.loopback
     telegrad._agent.marshal  telegrad._agent.liveness  telegrad._agent.outcomes
     telegrad._agent.mail

@@ -13,7 +13,7 @@ import torch
 
 from support import PATIENCE, assert_no_references, eventually
 from telegrad._agent.outcomes import Outcomes
-from telegrad._agent.pool import Pool
+from telegrad._agent.plane import Pool
 from telegrad._wire.messages import Failure
 from telegrad._worker import Worker
 from telegrad.errors import SerializationError
@@ -149,7 +149,7 @@ def test_a_value_that_exits_is_an_error_and_costs_no_thread(pair: Cluster, kind:
         with pytest.raises(SerializationError):
             pair["a"].rpc_async("b", give, (kind,)).wait()
     assert pair["a"].rpc_sync("b", answer, (5,)) == 5
-    assert eventually(lambda: all(worker.agent.pool.busy == 0 for worker in pair))
+    assert eventually(lambda: all(worker.agent.plane.unfinished == 0 for worker in pair))
 
 
 def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +235,7 @@ def test_an_exception_keeps_the_segment_of_its_tensor_until_it_is_given_back(pai
         (segment,) = link.held.values()
         assert bytes(segment.memory)[: 1 << 19] == torch.full((1 << 17,), 7.0).numpy().tobytes()
         assert fault.hits == 1
-        pair.carrier.clear()
+        pair.faults.clear()
         worker.agent.answer_failure(link, 99, error)  # to a caller that waits for it no more
         assert eventually(lambda: list(link.held) == [segment.number])
         assert repr(worker.agent.marshal.shelf) == f"<SegmentPool 2 segments, {segment.size:,} bytes idle>"

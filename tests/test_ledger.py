@@ -20,7 +20,7 @@ from telegrad._wire.messages import (
     ForkAccepted,
     ForkRefused,
     ForkRequest,
-    NotePayload,
+    InternalMessage,
     RRefFork,
     UserDelete,
 )
@@ -650,7 +650,7 @@ class Died:
 class Packet:
     source: WorkerId
     to: WorkerId
-    content: RemoteCalled | RemoteAnswered | Answered | RRefFork | NotePayload | Died
+    content: RemoteCalled | RemoteAnswered | Answered | RRefFork | InternalMessage | Died
     repeats: int = 2  # how often a note may come once more
 
 
@@ -797,7 +797,7 @@ class World:
 
     # the network
 
-    def post(self, source: WorkerId, to: WorkerId, content: RemoteCalled | RRefFork | NotePayload | Died) -> None:
+    def post(self, source: WorkerId, to: WorkerId, content: RemoteCalled | RRefFork | InternalMessage | Died) -> None:
         if to not in self.killed:
             self.network.append(Packet(source, to, content))
 

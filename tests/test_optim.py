@@ -161,9 +161,9 @@ def test_a_step_is_one_call_to_each_owner(trio: Cluster) -> None:
     assert len(optimizer.remote_optimizers) == 3
     with autograd.context() as context_id:
         autograd.backward(context_id, [remote_loss(1)])
-        before = trio["a"].agent.started_calls
+        before = trio["a"].agent.calls.started
         optimizer.step(context_id)
-        assert trio["a"].agent.started_calls == before + 2  # its own part it does itself
+        assert trio["a"].agent.calls.started == before + 2  # its own part it does itself
 
 
 def test_grad_is_left_as_it_was(trio: Cluster) -> None:

@@ -33,7 +33,7 @@ def assert_nothing_left(workers: Cluster, *names: str) -> None:
     for name in names:
         with workers.on(name):
             assert eventually(lambda: autograd.debug_info() == NOTHING), autograd.debug_info()
-            assert eventually(lambda name=name: workers[name].agent.pool.busy == 0), workers[name].agent.pool
+            assert eventually(lambda name=name: workers[name].agent.plane.unfinished == 0), workers[name].agent.plane
 
 
 def times_weight(tensor: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def test_a_call_of_a_lost_worker_that_waited_in_the_queue_makes_no_context() -> 
         with autograd.context():
             call = rpc.rpc_async("b", by_c, (torch.ones(2, requires_grad=True), sent))
             sent.wait_entered()
-            assert eventually(lambda: "1 queued" in repr(workers["c"].agent.pool))
+            assert eventually(lambda: "1 queued" in repr(workers["c"].agent.plane))
             workers.kill("b")
             sent.open()
             assert eventually(lambda: not workers["c"].agent.peer("b").links)

@@ -108,7 +108,7 @@ def _keeps_nothing(process: WorkerProcess) -> bool:
 @pytest.fixture(scope="module")
 def hasty_workers() -> Iterator[Stage]:
     """They repeat a note soon, so that one which was lost costs little time."""
-    with stage(note_pause=0.02) as workers:
+    with stage() as workers:
         yield workers
 
 
@@ -129,7 +129,7 @@ def test_programs_under_faults(hasty_workers: Stage, kind: Kind, message: type) 
         fault = hasty_workers.workers.fault(kind, message, count=1 if kind == "drop" else None, seconds=0.005)
         hasty_workers.check(program, "smart", oracle)
         hits += fault.hits
-        hasty_workers.workers.carrier.clear()
+        hasty_workers.workers.faults.clear()
     assert hits > UNDER_FAULTS / 10, "the fault hardly ever struck"
     assert hasty_workers.leftovers() == []
 

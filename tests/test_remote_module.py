@@ -172,7 +172,7 @@ def test_its_attributes_are_those_of_torch(trio: Cluster) -> None:
 
 def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster) -> None:
     agents = [worker.agent for worker in trio]
-    before = sum(agent.started_calls for agent in agents)
+    before = sum(agent.calls.started for agent in agents)
     remote = RemoteModule("b", Block, (4, 3))
     state = Block(4, 3).state_dict()
     for count, action in enumerate(
@@ -189,16 +189,16 @@ def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster) -> None:
         start=1,
     ):
         action()
-        assert sum(agent.started_calls for agent in agents) == before + count
+        assert sum(agent.calls.started for agent in agents) == before + count
 
 
 def test_a_forward_counts_no_references() -> None:
     with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
         remote = RemoteModule("b", Block, (4, 3))
         assert eventually(lambda: not any(worker.agent.mail.unacknowledged for worker in workers))
-        before = workers.carrier.carried
+        before = workers.faults.carried
         remote(batch())
-        assert workers.carrier.carried == before + 2  # the call and the answer
+        assert workers.faults.carried == before + 2  # the call and the answer
         del remote
 
 
@@ -720,10 +720,10 @@ def make_block() -> nn.Module:
     ],
 )
 def test_what_is_no_module_class_is_refused_before_any_call(trio: Cluster, arguments: Any, message: str) -> None:
-    before = trio["a"].agent.started_calls
+    before = trio["a"].agent.calls.started
     with pytest.raises(UsageError, match=message):
         RemoteModule("b", *arguments)
-    assert trio["a"].agent.started_calls == before
+    assert trio["a"].agent.calls.started == before
 
 
 @pytest.mark.parametrize(
@@ -742,10 +742,10 @@ def test_what_is_no_module_class_is_refused_before_any_call(trio: Cluster, argum
     ],
 )
 def test_a_place_that_is_none(trio: Cluster, place: Any, kind: type[Exception], message: str) -> None:
-    before = trio["a"].agent.started_calls
+    before = trio["a"].agent.calls.started
     with pytest.raises(kind, match=message):
         RemoteModule(place, Block, (4, 3))
-    assert trio["a"].agent.started_calls == before
+    assert trio["a"].agent.calls.started == before
 
 
 def test_names_of_workers_may_have_colons() -> None:

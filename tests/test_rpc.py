@@ -472,7 +472,7 @@ def test_async_execution_blocks_no_thread() -> None:
         future = torch.futures.Future()
         _waiting["future"] = future
         waiting = rpc.rpc_async("b", later)
-        assert eventually(lambda: not workers["b"].agent.pool.busy)
+        assert eventually(lambda: not workers["b"].agent.plane.unfinished)
         assert rpc.rpc_sync("b", here) == "b"
         assert not waiting.done()
         future.set_result("done")

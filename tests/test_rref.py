@@ -277,8 +277,8 @@ def test_a_fetch_that_comes_when_all_is_over_makes_nothing(trio: Cluster) -> Non
         rref.to_here(timeout=0.02)
     del rref
     assert trio["b"].references.wait_empty(PATIENCE)
-    answered = trio.carrier.carried
-    assert eventually(lambda: trio.carrier.carried > answered)  # the late Fetch was answered, with an error
+    answered = trio.faults.carried
+    assert eventually(lambda: trio.faults.carried > answered)  # the late Fetch was answered, with an error
     assert trio["b"].references.wait_empty(0.2), trio["b"].references
 
 

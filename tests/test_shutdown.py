@@ -186,7 +186,7 @@ def test_without_grace_nobody_is_waited_for_and_nothing_hangs() -> None:
         blocked = in_thread(lambda: workers["a"].rpc_sync("b", pass_through, (gate,)))
         own = workers["a"].remote("a", pass_through, (Gate(),))
         theirs = workers["b"].rpc_async("a", pass_through, (gate,))
-        assert eventually(lambda: workers["b"].agent.pool.busy >= 2)
+        assert eventually(lambda: workers["b"].agent.plane.unfinished >= 2)
         start = time.monotonic()
         end = in_thread(lambda: workers["a"].shutdown(graceful=False))
         with pytest.raises(WorkerLostError, match="worker 'b' has shut down"):

@@ -15,13 +15,10 @@ import torch
 
 from telegrad._agent.agent import Agent, AgentOptions
 from telegrad._agent.barrier import BarrierLeader, go_round, leader_of, repeated_notice
-from telegrad._agent.calls import Waiting
 from telegrad._agent.dispatch import run_call
 from telegrad._agent.futures import Future
-from telegrad._agent.link import Link, StreamLink
-from telegrad._agent.loopback import Direct, connect
-from telegrad._agent.outcomes import Ticket
 from telegrad._agent.peers import Peer, PeerState, WorkerRecord
+from telegrad._core.interface import How, Link, Pending
 from telegrad._current import adopt, current_worker
 from telegrad._ids import GlobalId
 from telegrad._rref.references import Owned, References
@@ -71,7 +68,7 @@ class Worker:
         self._make_route = make_route
         self._dial = dial
         self.agent = Agent(me, options, self._dial_peer, self._on_thread_start)
-        self.agent.handlers[Call] = lambda link, frame: run_call(self.agent, link, frame)
+        self.agent.on_request(Call, partial(run_call, self.agent), How.CALL)
         self.references = References(self.agent, receive_handle)
         self.references.worker = self
         self.autograd = Engine(self.agent)
@@ -99,9 +96,7 @@ class Worker:
 
     def _dial_peer(self, agent: Agent, peer: Peer, timeout: float) -> Link:
         if peer.id == self.id:
-            here, there = connect(agent, agent, Direct())
-            peer.accepted.add(there)
-            return here
+            return agent.loopback()
         return self._dial(agent, peer, timeout)
 
     def _on_thread_start(self) -> None:
@@ -190,7 +185,7 @@ class Worker:
         kwargs: Any = None,
         timeout: float = UNSET_TIMEOUT,
         future: Future | None = None,
-    ) -> Waiting[Ticket]:
+    ) -> Pending:
         """As ``rpc_sync`` and ``rpc_async``.  Without a future, the agent's ``wait`` gives the value."""
         self._check_open()
         self.references.let_go()
@@ -308,10 +303,8 @@ class Worker:
 
     def wait_locally(self, wait: Callable[[], bool]) -> bool:
         """Runs something that blocks; a thread of the pool is replaced meanwhile."""
-        if self.agent.pool.runs_here():
-            with self.agent.pool.blocked():
-                return wait()
-        return wait()
+        with self.agent.blocking():
+            return wait()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -323,7 +316,7 @@ class Worker:
         """Leaves the job; gracefully: when no worker has anything left to do."""
         if self.closed:
             return
-        if graceful and (self.agent.pool.runs_here() or self.agent.coroutines.runs_here()):
+        if graceful and (self.agent.serves_here() or self.agent.coroutines.runs_here()):
             raise UsageError("a function that runs for another worker cannot call shutdown: it would wait for itself")
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         begun = time.monotonic()
@@ -344,11 +337,11 @@ class Worker:
         number = 0
         while True:
             self._at_barrier = False
-            while len(self.agent.calls) or self.agent.pool.busy or self.agent.coroutines.running:
+            while len(self.agent.calls) or self.agent.plane.unfinished or self.agent.coroutines.running:
                 if time.monotonic() > deadline:
                     raise RpcTimeoutError(f"shutdown waited {timeout:g} s for {self.agent!r}")
                 time.sleep(0.002)
-            active = self.agent.started_calls != seen and seen >= 0
+            active = self.agent.calls.started != seen and seen >= 0
             left = max(deadline - time.monotonic(), 0.001) if timeout > 0 else 0.0
             self._at_barrier = True
             try:
@@ -361,17 +354,17 @@ class Worker:
             if number and not again:
                 return
             number += 1
-            seen = self.agent.started_calls
+            seen = self.agent.calls.started
 
     def _say_what_shutdown_awaits(self, seconds: float) -> None:
         """Runs beside a graceful shutdown that takes long; says nothing while others call this worker, which serves."""
         before, self._served = self._served, self.agent.served_calls
-        if self._served != before or (self._at_barrier and self.agent.pool.busy):
+        if self._served != before or (self._at_barrier and self.agent.plane.unfinished):
             return
         if self._at_barrier:
             awaited = f"{', '.join(self._missing()) or 'the others'} to call shutdown and end their calls"
         else:
-            running = self.agent.pool.busy
+            running = self.agent.plane.unfinished
             awaited = f"its own calls ({self.agent.calls!r}) and functions that run here for others ({running})"
         log.warning("worker %r: shutdown has waited %.0f s for %s", self.name, seconds, awaited)
 
@@ -398,8 +391,7 @@ class Worker:
         self.closed = self.agent.closing = True
         for peer in self.agent.peers:
             for link in peer.links:
-                if isinstance(link, StreamLink):
-                    link.disown()
+                link.disown()
         for disown in self.on_fork:
             disown()
 

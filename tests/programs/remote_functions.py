@@ -130,7 +130,7 @@ def leftovers() -> dict[str, Any]:
     worker = current_worker()
     worker.references.wait_empty(10)
     deadline = time.monotonic() + 10
-    while (worker.agent.mail.unacknowledged or len(worker.agent.calls)) and time.monotonic() < deadline:
+    while len(worker.agent.calls) and time.monotonic() < deadline:
         time.sleep(0.01)
     held = sum(len(link.held) for peer in worker.agent.peers for link in peer.links)
     while held and time.monotonic() < deadline:
@@ -139,7 +139,6 @@ def leftovers() -> dict[str, Any]:
     return {
         "references": worker.references.empty or repr(worker.references),
         "broken": len(worker.references.broken),
-        "notes": worker.agent.mail.unacknowledged,
         "calls": len(worker.agent.calls),
         "held": held,
     }

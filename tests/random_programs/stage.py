@@ -31,7 +31,7 @@ class Stage:
 
     def _count_notes(self, worker: Worker) -> None:
         """Where they are posted, for a note to oneself has no carrier, and a repeated one should count once."""
-        post: Callable[..., bool] = worker.agent.mail.post
+        post: Callable[..., bool] = worker.agent.send_message
 
         def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
             with self._lock:
@@ -41,7 +41,7 @@ class Stage:
                     self._counts["Finished"] += payload.finished is not None
             return post(to, payload, *rest, **options)
 
-        worker.agent.mail.post = counted  # type: ignore[method-assign]
+        worker.agent.send_message = counted  # type: ignore[method-assign]
 
     def counts(self) -> dict[str, int]:
         with self._lock:

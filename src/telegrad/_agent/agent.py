@@ -1,57 +1,46 @@
-"""The agent of one worker: drives links, pool, calls and mail.
+"""One worker's traffic: who the peers are, how they are reached, what is sent to them, and what happens when one is
+lost.
 
-It knows nothing of references or autograd.  Whoever composes the worker hands it a table of handlers, one per message
-type, and two interceptors, one for the tensors of a body going out and one for those of a body coming in.
+It knows nothing of references or autograd: these register handlers for their messages, and two interceptors for the
+tensors of outgoing and incoming values.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from telegrad._agent.backlog import UserCall, Work
-from telegrad._agent.calls import Calls, Waiting
-from telegrad._agent.clock import Clock
+import msgspec
+
+from telegrad._agent.calls import Calls
 from telegrad._agent.coroutines import Coroutines
 from telegrad._agent.failures import failure_of
-from telegrad._agent.futures import Future
-from telegrad._agent.link import Link
 from telegrad._agent.liveness import Liveness
-from telegrad._agent.mail import Mail
 from telegrad._agent.marshal import Marshal
-from telegrad._agent.outcomes import Outcomes, Ticket
 from telegrad._agent.peers import Peer, PeerState, WorkerRecord
-from telegrad._agent.pool import Pool
-from telegrad._agent.spin import CORES
+from telegrad._core.interface import DataPlane, Handler, How, Link
+from telegrad._core.python.plane import PythonPlane
 from telegrad._transport import shared_memory
+from telegrad._transport.refusals import RefusalLog
 from telegrad._wire import values
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
-    FROM_DIALLED,
-    FROM_DIALLER,
-    Body,
-    Call,
     Failure,
     Goodbye,
+    InternalMessage,
     LaneOpen,
-    Message,
-    Note,
-    NoteAck,
-    NotePayload,
-    RemoteCall,
     Reply,
     Taken,
 )
 from telegrad.errors import (
     HostUnreachableError,
-    ProtocolError,
     RpcTimeoutError,
     SerializationError,
     TelegradError,
@@ -66,8 +55,8 @@ _GOODBYE_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0  # for a call without a deadline
 _SHORTEST_DIAL = 2.0  # a call with a shorter timeout connects too, or such calls would never reach their worker
 _TICK_SECONDS = 1.0
+_LAZY_SECONDS = 0.05  # within which a message leaves that nobody waits for
 
-Handler = Callable[[Link, Frame], None]
 MessageHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the message, what opens its value
 
 
@@ -77,7 +66,6 @@ class AgentOptions:
     timeout: float = 60.0
     heartbeat: float = 10.0
     allow_pickle: bool = True
-    note_pause: float = 0.5  # before an unacknowledged note is sent again the first time
 
 
 class Agent:
@@ -90,34 +78,37 @@ class Agent:
     ) -> None:
         self.me = me
         self.options = options
-        self.pool = Pool(me.name, options.threads, on_thread_start)
-        self.coroutines = Coroutines(me.name, self.pool, on_thread_start)
-        self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
         self.marshal = Marshal(self.peer, options.allow_pickle, me.lane_word)
-        self.outcomes = Outcomes(
-            self.pool, self.calls, self._open, self.marshal.discard, lambda to: self.peer(to).name, options.allow_pickle
+        self._handlers: dict[type, tuple[How, Handler]] = {}
+        self.calls = Calls(self)
+        self.wait = self.calls.wait
+        self.give_up = self.calls.give_up
+        self.start_call = self.calls.start
+        for kind, act in ((Taken, self._taken), (LaneOpen, self._lane_open), (Goodbye, self._peer_left)):
+            self.on_request(kind, act, How.QUICK)
+        for answer in (Reply, Failure):
+            self.on_request(answer, self.calls.discard, How.ANSWER)
+        self.plane: DataPlane = PythonPlane(
+            me.name, options.threads, self._handlers, self, self.marshal.buffers.lend, on_thread_start
         )
-        self.wait = self.outcomes.wait
-        self._help_future = self.outcomes.help_future
-        self.handlers: dict[type, Handler] = {}
+        self.coroutines = Coroutines(me.name, self.plane, on_thread_start)
+        self.blocking: Callable[[], AbstractContextManager[None]] = self.plane.blocking
+        self.before_waiting = self.plane.before_waiting
+        self.serves_here = self.plane.serves_here
         self.lost_handlers: list[Callable[[int], None]] = []
         self.now_and_then: Callable[[], float] = lambda: math.inf  # called at each tick; in how many seconds again?
         self.find_record: Callable[[str | int], WorkerRecord | None] = lambda to: None
-        self.answer_opened: Callable[[int, Any], None] | None = (
-            None  # told of what the answering side's interceptor said
-        )
+        #: Told of what the answering side's interceptor said.
+        self.answer_opened: Callable[[int, Any], None] | None = None
         self.closing = False
-        self.started_calls = 0
         self.served_calls = 0
-        self._lent: dict[int, tuple[Link, Any]] = {}  # references that a call took along, until its answer comes
         self._dial = dial
         self._lock = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._names: dict[str, Peer] = {}
         self._next_trim = 0.0
+        self._refusals = RefusalLog(log, "refused messages")
         self.liveness = Liveness(options.heartbeat, self.link_broken)
-        self._clock = Clock(me.name, self._tick)
-        self.mail = Mail(self.peer, self.link_to, self.marshal, self.pool, self._clock, options.note_pause)
 
     # --- peers --------------------------------------------------------------------------------------------------
 
@@ -147,8 +138,10 @@ class Agent:
     def peers(self) -> list[Peer]:
         return list(self._peers.values())
 
+    # --- reaching a peer ----------------------------------------------------------------------------------------
+
     def link_to(self, peer: Peer, deadline: float = math.inf) -> Link:
-        """The link for our calls to a peer, dialled when first needed, again and again until the deadline.
+        """The link for our requests to a peer, dialled when first needed, again and again until the deadline.
 
         A peer that cannot be reached in time is not lost: the next call tries again.  A peer is lost when its host says
         that nothing listens there any more.
@@ -158,7 +151,7 @@ class Agent:
             return link
         if peer.state is not PeerState.KNOWN:
             raise self._gone(peer)
-        with self.pool.blocked() if self.pool.runs_here() else nullcontext():
+        with self.blocking():
             now = time.monotonic()
             return self._dial_until(peer, min(max(deadline, now + _SHORTEST_DIAL), now + _CONNECT_SECONDS))
 
@@ -183,7 +176,7 @@ class Agent:
                     pause = min(2 * pause, 1.0)
                     continue
                 peer.dialled(link)
-                self._adopt(peer, link)
+                self._begin(peer, link)
                 break
             if peer.link is None:  # it broke at once, or the peer went meanwhile
                 raise self._gone(peer)
@@ -191,14 +184,33 @@ class Agent:
         finally:
             peer.dialling.release()
 
+    def reach(self, peer: Peer, deadline: float = math.inf) -> Link | None:
+        """As ``link_to``, for as long as it takes: a worker that is only busy will answer.  None: the worker is gone.
+
+        A worker whose host does not answer for ``heartbeat`` seconds is lost, since nothing else watches over it.
+        Raises ``RpcTimeoutError`` at the deadline.
+        """
+        while not self.closing:
+            try:
+                return self.link_to(peer, min(deadline, time.monotonic() + self.options.heartbeat))
+            except RpcTimeoutError as error:
+                if isinstance(error, HostUnreachableError):
+                    self.peer_gone(peer, PeerState.LOST, str(error))
+                elif time.monotonic() >= deadline:
+                    raise
+            except TelegradError as error:
+                self.peer_gone(peer, PeerState.LOST, str(error))  # unless the loss is known
+                return None
+        return None
+
     def accepted(self, link: Link) -> None:
         """A peer has dialled us."""
         peer = self.peer(link.peer_id)
         peer.accepted.add(link)
-        self._adopt(peer, link)
+        self._begin(peer, link)
 
-    def _adopt(self, peer: Peer, link: Link) -> None:
-        """Tells the peer when we can read its segments, so that it may lay big buffers there for us.
+    def _begin(self, peer: Peer, link: Link) -> None:
+        """Starts to read a link, and tells the peer whether we can map its shared memory.
 
         Only on a Unix socket, where the kernel says which process is at the other end: what a peer on another host says
         of a process here would let it read the memory of that process.
@@ -207,114 +219,98 @@ class Agent:
         record = peer.record
         if link.pid is not None and shared_memory.can_read(link.pid, record.lane_fd, record.lane_word):
             link.send(LaneOpen())
+        self.plane.start_reading(link)
 
-    def _gone(self, peer: Peer, unanswered: str = "") -> WorkerLostError:
-        verb = "has shut down" if peer.state is PeerState.LEFT else "is lost"
-        reason = f" ({peer.reason})" if peer.reason else ""
-        what = f" and will not answer {unanswered}" if unanswered else " and cannot be called"
-        return WorkerLostError(f"worker {peer.name!r} {verb}{reason}{what}")
+    def loopback(self) -> Link:
+        """A link of this worker to itself."""
+        here, there = self.plane.loopback(self.me.worker_id)
+        self.accepted(there)
+        return here
 
-    # --- calls --------------------------------------------------------------------------------------------------
+    # --- what arrives -------------------------------------------------------------------------------------------
 
-    def start_call(
+    def on_request(self, kind: type, handler: Handler, how: How = How.MESSAGE) -> Handler | None:
+        """Registers what handles a message; returns what handled it before."""
+        before = self._handlers.get(kind)
+        self._handlers[kind] = (how, handler)
+        return before[1] if before is not None else None
+
+    def on_message(self, kind: type, handler: MessageHandler, quick: bool = False) -> None:
+        """Registers what handles an internal message.  ``quick``: it waits for nothing, so it may run on the thread
+        that reads the connection."""
+        has_body = "body" in kind.__struct_fields__  # type: ignore[attr-defined]
+
+        def handle(link: Link, frame: Frame) -> None:
+            opened = not has_body
+
+            def open_value() -> Any:
+                nonlocal opened
+                opened = True
+                return self.marshal.open(link, frame.message.body, frame.buffers)[0]  # type: ignore[union-attr]
+
+            try:
+                handler(link.peer_id, frame.message, open_value)
+            except TelegradError as error:  # the peer says what it must not, or what makes no sense
+                name = self.peer(link.peer_id).name
+                self._refusals.add(f"a {kind.__name__} from worker {name!r}", str(error))
+            if not opened:
+                self.marshal.discard(link, frame.message.body)  # type: ignore[union-attr]
+
+        self.on_request(kind, handle, How.QUICK if quick else How.MESSAGE)
+
+    def _taken(self, link: Link, frame: Frame) -> None:
+        self.marshal.taken(link, frame.message)  # type: ignore[arg-type]
+
+    def _lane_open(self, link: Link, frame: Frame) -> None:
+        link.lane_open = link.pid is not None
+
+    # --- what goes out ------------------------------------------------------------------------------------------
+
+    def send_message(
         self,
-        peer: Peer,
-        what: str,
-        timeout: float,
-        message: Callable[[int, Body], Message],
+        to: int,
+        message: InternalMessage,
         value: Any = None,
-        future: Future | None = None,
-        notice: Callable[[Exception | None], None] | None = None,
-    ) -> Waiting[Ticket]:
-        """Sends a request.  ``message`` makes it from its id and body; ``notice`` is told of the outcome."""
-        now = time.monotonic()
-        link = peer.link or self.link_to(peer, now + timeout if timeout > 0 else math.inf)
-        parcel = self.marshal.pack(peer, link, value, answered=True)
-        ticket = Ticket(link, future, notice)
-        try:
-            waiting = self.calls.start(link.peer_id, what, now, timeout, ticket)
-            self.started_calls += 1
-            if parcel.lent:
-                self._lent[waiting.call_id] = link, parcel.lent
-            self._clock.wake_before(waiting.deadline)
-            if future is not None:
-                future._help = partial(self._help_future, waiting)
-            link.send(message(waiting.call_id, parcel.body), parcel.stream, deadline=waiting.deadline)
-        except BaseException:
-            self._forget_call(peer, ticket)
-            raise
-        if peer.link is not link or self.closing:  # it went between our look and our send
-            self._fail_calls(peer, link)
-        return waiting
+        tensors: values.Bundle | None = None,
+        lazily: bool = False,
+    ) -> bool:
+        """Sends an internal message.  False: the worker is gone.
 
-    def _forget_call(self, peer: Peer, ticket: Ticket) -> None:
-        """A Ctrl-C, say, came before it was sent: no answer will come, and a shutdown must not wait for one.
-
-        Found by its ticket, for its id may not have reached the caller.
+        ``lazily``: no worker waits for it, so it goes along with the next message, or a little later.
         """
-        for waiting in self.calls.lost(peer.id, lambda other: other is ticket):
-            self._lent.pop(waiting.call_id, None)
+        peer = self.peer(to)
+        link = peer.link
+        if link is None:
+            if peer.state is not PeerState.KNOWN:
+                return False
+            if lazily:  # to dial may take long
+                self.submit(self.send_message, to, message, value, tensors)
+                return True
+            link = self.reach(peer)
+            if link is None:
+                return False
+        if value is None and tensors is None:
+            link.send(message, lazily=lazily)
+            if lazily:
+                self.tick_within(_LAZY_SECONDS)
+        else:
+            marshal = self.marshal
+            parcel = marshal.close(link, tensors) if tensors is not None else marshal.pack(peer, link, value)
+            link.send(msgspec.structs.replace(message, body=parcel.body), parcel.stream)
+        return peer.state is PeerState.KNOWN
 
-    def give_up(self, waiting: Waiting[Ticket]) -> None:
-        """Nobody will wait for it."""
-        self.outcomes.give_up(waiting)
-
-    def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
-        value = self.marshal.open(link, body, streamed)[0]
-        if body.extra is not None and self.answer_opened is not None:
-            self.answer_opened(link.peer_id, body.extra)
-        return value
-
-    # --- what comes in ------------------------------------------------------------------------------------------
-
-    def arrived(self, link: Link, frames: Iterable[Frame]) -> Sequence[Work]:
-        """Settles the calls that wait, at once; what may block or run user code is left to the caller."""
-        work: list[Work] = []
-        allowed = FROM_DIALLED if link.dialled else FROM_DIALLER
-        for frame in frames:
-            message = frame.message
-            kind = type(message)
-            if kind not in allowed:
-                dialler = "this worker" if link.dialled else "the peer"
-                raise ProtocolError(f"it sent a {kind.__name__} on a connection that {dialler} made")
-            if kind is Reply or kind is Failure:
-                asked = self.calls.find(message.call_id)  # type: ignore[union-attr]
-                if asked is not None and asked.ticket.link is not link:
-                    raise ProtocolError("it answered a call that was made to another worker")
-                waiting = self.calls.finish(message.call_id)  # type: ignore[union-attr]
-                if self._lent:
-                    self._lent.pop(message.call_id, None)  # type: ignore[union-attr]
-                if waiting is None:
-                    work.append((self.outcomes.discard, link, frame))
-                elif (rest := self.outcomes.settle(waiting.ticket, frame)) is not None:
-                    work.append(rest)
-            elif kind is Taken:
-                self.marshal.taken(link, message)  # type: ignore[arg-type]
-            elif kind is NoteAck:
-                self.mail.acknowledged(link, message)  # type: ignore[arg-type]
-            elif kind is LaneOpen:
-                link.lane_open = link.pid is not None
-            elif kind is Goodbye:
-                self._peer_left(link)  # at once: the end of the connection may be seen next, and is no loss then
-            elif kind is Call or kind is RemoteCall:
-                link.brings_calls = True
-                self.served_calls += 1
-                work.append(UserCall((self.handlers[kind], link, frame)))
-            elif kind is Note:
-                if type(message.payload) in self.mail.light:  # type: ignore[union-attr]
-                    self.mail.take(link, frame)
-                else:
-                    work.append((self.mail.take, link, frame))
-            else:
-                work.append((self.handlers[kind], link, frame))
-        return work
-
-    # --- answers ------------------------------------------------------------------------------------------------
+    def tensors_for(self, to: int, recorded: bool) -> values.Bundle:
+        """Collects tensors for ``send_message``; ``recorded``: autograd follows them.  Raises WorkerLostError."""
+        peer = self.peer(to)
+        link = peer.link or self.reach(peer)
+        if link is None:
+            raise self._gone(peer)
+        return self.marshal.bundle(peer, link, recorded)
 
     def answer(self, link: Link, call_id: int, value: Any) -> None:
-        """Sends a result; one that cannot be sent becomes a clear error over there."""
+        """Sends a result; one that cannot be sent becomes an error of the caller's."""
         if value is None:
-            link.send(Reply(call_id), more=True)
+            link.send(Reply(call_id))
             return
         try:
             parcel = self.marshal.pack(self.peer(link.peer_id), link, value)
@@ -325,7 +321,7 @@ class Agent:
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
-        link.send(Reply(call_id, parcel.body), parcel.stream, more=True)
+        link.send(Reply(call_id, parcel.body), parcel.stream)
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
@@ -338,60 +334,19 @@ class Agent:
         )
         link.send(failure, parcel.stream)
 
-    # --- internal messages, and threads -------------------------------------------------------------------------
+    # --- threads ------------------------------------------------------------------------------------------------
 
-    def on_message(self, kind: type, handler: MessageHandler, quick: bool = False) -> None:
-        """Registers what handles an internal message.  ``quick``: it waits for nothing, so it may run on the thread
-        that reads the connection."""
-        self.mail.handlers[kind] = handler
-        if quick:
-            self.mail.light.add(kind)
-
-    def send_message(
-        self, to: int, message: NotePayload, value: Any = None, tensors: values.Bundle | None = None
-    ) -> bool:
-        """Sends an internal message, in order with all others to that worker.  False: the worker is gone."""
-        return self.mail.post(to, message, value, tensors)
-
-    def tensors_for(self, to: int, recorded: bool) -> values.Bundle:
-        """Collects tensors for ``send_message``; ``recorded``: autograd follows them.  Raises WorkerLostError."""
-        return self.mail.bundle(to, recorded)
-
-    def submit(self, function: Callable[..., None], *args: Any) -> None:
+    def submit(self, function: Callable[..., Any], *args: Any) -> None:
         """Runs it on a thread of this worker that may block."""
-        self.pool.submit((lambda function, args: function(*args), function, args))
-
-    def serves_here(self) -> bool:
-        """Whether the calling thread is one of this worker's own, which runs something for another worker."""
-        return self.pool.runs_here()
-
-    @contextmanager
-    def blocking(self) -> Iterator[None]:
-        """Around a wait for another worker: other threads take over what the calling thread would have done next."""
-        self.pool.hand_over()
-        if not self.pool.runs_here():
-            yield
-            return
-        with self.pool.blocked():
-            yield
-
-    # --- waiting for more than an answer ------------------------------------------------------------------------
+        self.plane.submit(_apply, function, args)
 
     def attend(self, worker: int, done: Callable[[], bool]) -> None:
-        """Handles, on the calling thread, what that worker sends, for as long as one thing comes soon after the other
-        and it is not ``done``.  What runs users' functions is still left to the pool."""
+        """Handles on the calling thread what that worker sends, for a moment and while it is not ``done``."""
         for link in list(self.peer(worker).accepted):
-            try:
-                if link.begin_attending():
-                    while not done() and (work := link.take(done)) is not None:
-                        self.pool.run_here(work, link.end_attending)
-                    link.end_attending()
-            except BaseException:
-                link.end_attending()  # a Ctrl-C may have come right after the beginning, or in the end
-                raise
+            self.plane.attend(link, done)
 
     def tick_within(self, seconds: float) -> None:
-        self._clock.wake_before(time.monotonic() + seconds)
+        self.plane.wake_before(time.monotonic() + seconds)
 
     # --- failure ------------------------------------------------------------------------------------------------
 
@@ -400,114 +355,107 @@ class Agent:
         if peer is None or self.closing:
             return
         if not link.dialled and not link.heard and peer.state is PeerState.KNOWN:
-            # The peer died, or gave up before its first message, because this worker was too busy to welcome it.
+            # The peer died, or gave up before its first message because this worker was too busy to welcome it: one
+            # that refuses a connection, or whose host does not answer, is lost.
             peer.forget(link)
-            self.pool.submit((lambda peer, _: self._find_out(peer), peer, None))
+            self.submit(self._find_out, peer)
             return
         if peer.state is PeerState.KNOWN:
             self.peer_gone(peer, PeerState.LOST, reason)
         peer.forget(link)
-        self._fail_calls(peer, link)
+        self.fail_calls(peer, link)
 
     def _find_out(self, peer: Peer) -> None:
-        """Whether a peer is there: one that refuses a connection, or whose host does not answer, is lost."""
-        try:
-            self.link_to(peer, time.monotonic() + self.options.heartbeat)
-        except HostUnreachableError as error:
-            self.peer_gone(peer, PeerState.LOST, str(error))
-        except TelegradError:
-            pass  # it is busy, or the loss was noted
+        with contextlib.suppress(RpcTimeoutError):  # it is busy
+            self.reach(peer, time.monotonic() + self.options.heartbeat)
 
-    def _peer_left(self, link: Link) -> None:
-        """The last message on this link; answers may still be on their way on another."""
+    def _peer_left(self, link: Link, _: Frame) -> None:
+        """The last message on this link; answers may still be on their way on another.
+
+        Handled at once: the end of the connection may be seen next, and is no loss then."""
         peer = self.peer(link.peer_id)
         self.peer_gone(peer, PeerState.LEFT, "")
         peer.forget(link)
         link.close()
-        self._fail_calls(peer, link)
+        self.fail_calls(peer, link)
 
     def peer_gone(self, peer: Peer, state: PeerState, reason: str) -> None:
-        """A peer is lost, or has left: settle everything that waits for it.  Done once."""
+        """A peer is lost, or has left: settles everything that waits for it.  Done once."""
         with self._lock:
             if peer.state is not PeerState.KNOWN:
                 return
             peer.state, peer.reason = state, reason
-        self.mail.lost(peer.id)
         if state is PeerState.LOST:
             log.warning("worker %r: worker %r is lost: %s", self.me.name, peer.name, reason)
             for link in peer.links:
                 peer.forget(link)
                 link.close()
-            self._fail_calls(peer)
+                self.fail_calls(peer, link)
         for handler in self.lost_handlers if not self.closing else ():
-            self.pool.submit((lambda act, worker: act(worker), handler, peer.id))
+            self.submit(handler, peer.id)
 
-    def _fail_calls(self, peer: Peer, link: Link | None = None) -> None:
-        """Ends the calls that this peer will never answer: all, or those on one link."""
-        for call_id, (way, _) in list(self._lent.items()):
-            if way is link or (link is None and way.peer_id == peer.id):
-                self._lent.pop(call_id, None)
-        for waiting in self.calls.lost(peer.id, lambda ticket: link is None or ticket.link is link):
-            work = self.outcomes.settle(waiting.ticket, self._gone(peer, waiting.what))
-            if work is not None and self.closing:
-                self.outcomes.complete(waiting.ticket, None)  # the pool runs nothing any more
-            elif work is not None:
-                self.pool.submit(work)
+    def fail_calls(self, peer: Peer, link: Link) -> None:
+        """Ends the calls that will not be answered, since their link has ended."""
+        for pending in list(link.pending.values()):
+            self.plane.settle(pending, self._gone(peer, pending.what))
 
-    def _tick(self, now: float) -> float:
-        """Deadlines, repeats and dead peers; returns when it wants to be called again."""
-        for waiting in self.calls.expire(now):
-            work = self.outcomes.settle(waiting.ticket, self.outcomes.timed_out(waiting))
-            if work is not None:
-                self.pool.submit(work)
-        self.mail.tick(now)
+    def _gone(self, peer: Peer, unanswered: str = "") -> WorkerLostError:
+        verb = "has shut down" if peer.state is PeerState.LEFT else "is lost"
+        reason = f" ({peer.reason})" if peer.reason else ""
+        what = f" and will not answer {unanswered}" if unanswered else " and cannot be called"
+        return WorkerLostError(f"worker {peer.name!r} {verb}{reason}{what}")
+
+    def tick(self, now: float) -> float:
+        """Deadlines, unsent messages and dead peers; returns when it wants to be called again."""
+        soonest = now + _TICK_SECONDS
+        for pending in self.plane.pending:
+            if pending.deadline <= now:
+                self.plane.settle(pending, self.calls.timed_out(pending))
+            else:
+                soonest = min(soonest, pending.deadline)
         self.marshal.give_back()
-        again_in = self.now_and_then()
+        soonest = min(soonest, now + self.now_and_then())
         others = [peer for peer in self.peers if peer.id != self.me.worker_id]
         self.liveness.look(others)
-        for link in [link for peer in others for link in peer.links if link.has_posted()]:
-            self.pool.submit((lambda link, _: link.flush(0.0), link, None))
+        for peer in self.peers:
+            for link in peer.links:
+                if link.has_unsent:
+                    self.submit(link.flush, 0.0)
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
             self.marshal.trim()
-        pause = _TICK_SECONDS
-        if self.mail.unacknowledged:
-            pause = min(pause, self.options.note_pause)
-        pause = min(pause, again_in)
-        return min(now + pause, self.mail.acks_due, self.calls.next_deadline())
+        return soonest
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self._clock.start()
+        self.plane.start()
 
     def say_goodbye(self) -> None:
         """Tells all peers, but does not wait long for one that reads nothing."""
         self.closing = True
-        links = [link for peer in self.peers if peer.id != self.me.worker_id for link in peer.links]
-        _say_goodbye(links, time.monotonic() + _GOODBYE_SECONDS)
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        for peer in self.peers:
+            if peer.id != self.me.worker_id:
+                for link in peer.links:
+                    link.send(Goodbye(), lazily=True)
+                    link.flush(deadline)
 
     def close(self, timeout: float = 5.0) -> None:
         self.closing = True
-        self._clock.close()
         for peer in self.peers:
+            self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
             for link in peer.links:
                 link.close()
-            self.peer_gone(peer, PeerState.LEFT, "this worker has shut down")
-            self._fail_calls(peer)
+                self.fail_calls(peer, link)
         self.coroutines.close(timeout)
-        self.pool.close(timeout)
+        self.plane.close(timeout)
         self.liveness.close()
         self.marshal.shelf.close()
-        for act, ticket, _ in self.pool.drain():
-            if act == self.outcomes.complete:  # it came in the last moment, and somebody may wait for the future
-                self.outcomes.complete(ticket, None)
 
     def __repr__(self) -> str:
-        return f"<Agent {self.me.name!r}: {self.calls!r}, {self.pool!r}, {self.peers!r}>"
+        return f"<Agent {self.me.name!r}: {self.calls!r}, {self.plane!r}, {self.peers!r}>"
 
 
-def _say_goodbye(links: list[Link], deadline: float) -> None:
-    for link in links:
-        link.post(Goodbye())
-        link.flush(deadline)
+def _apply(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    function(*args)

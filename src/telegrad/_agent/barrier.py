@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from telegrad._agent.agent import Agent
-from telegrad._agent.link import Link
 from telegrad._agent.peers import Peer, PeerState
+from telegrad._core.interface import Link
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Barrier
-from telegrad.errors import HostUnreachableError, RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.errors import WorkerLostError
 
 NOTICE_SECONDS = 10.0  # so often a shutdown says what it waits for
 
@@ -38,7 +38,7 @@ class BarrierLeader:
         self._agent = agent
         self._lock = threading.Lock()
         self._rounds: dict[int, _Round] = {}
-        agent.handlers[Barrier] = self._arrive
+        agent.on_request(Barrier, self._arrive)
         agent.lost_handlers.append(lambda _: self._look())
 
     def _arrive(self, link: Link, frame: Frame) -> None:
@@ -86,29 +86,7 @@ class BarrierLeader:
         """Connects to every worker: those that cannot be reached are lost, and no longer waited for."""
         for peer in self._agent.peers:
             if peer.state is PeerState.KNOWN and peer.link is None and not peer.accepted:
-                self._agent.pool.submit((lambda peer, _: _try_link(self._agent, peer, math.inf), peer, None))
-
-
-def _try_link(agent: Agent, peer: Peer, deadline: float) -> bool:
-    """Whether there is a way to a worker; raises ``RpcTimeoutError`` at the deadline.
-
-    A worker whose host does not answer for ``heartbeat`` seconds is lost, since nothing watches over it.  One that is
-    only busy will answer.
-    """
-    while not agent.closing:
-        try:
-            agent.link_to(peer, min(deadline, time.monotonic() + agent.options.heartbeat))
-            return True
-        except RpcTimeoutError as error:
-            if isinstance(error, HostUnreachableError):
-                agent.peer_gone(peer, PeerState.LOST, str(error))
-                return False
-            if time.monotonic() >= deadline:
-                raise
-        except TelegradError as error:
-            agent.peer_gone(peer, PeerState.LOST, str(error))  # if the agent has not noted the loss
-            return False
-    return False
+                self._agent.submit(self._agent.reach, peer)
 
 
 def leader_of(agent: Agent) -> Peer:
@@ -128,7 +106,7 @@ def go_round(agent: Agent, leader: BarrierLeader, number: int, active: bool, tim
         head = leader_of(agent)
         if head.id == agent.me.worker_id:
             leader.find_the_dead()
-        elif not _try_link(agent, head, time.monotonic() + timeout if timeout > 0 else math.inf):
+        elif agent.reach(head, time.monotonic() + timeout if timeout > 0 else math.inf) is None:
             continue  # it cannot be reached: the next one leads
         try:
             waiting = agent.start_call(head, "shutdown", timeout, lambda call_id, _: Barrier(call_id, number, active))

@@ -1,85 +1,200 @@
-"""Requests and their replies: which calls wait for which worker, and until when.
-
-No thread, socket or clock: the agent tells it what happened and obeys what it answers.  Whatever changes the table of
-calls is one atomic step on a dictionary under the GIL, so the hot path takes no lock.
-"""
+"""The caller's side of a call: sends the request, waits for the answer, and makes a value or an exception of it."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import deque
+import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from contextlib import nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-T = TypeVar("T")
+import torch
+
+from telegrad._agent.failures import copy_of, rebuild
+from telegrad._agent.futures import Future
+from telegrad._agent.peers import Peer
+from telegrad._core.interface import Link, Pending
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import Body, Failure, Message, Reply
+from telegrad.errors import RpcTimeoutError, TelegradError
+
+if TYPE_CHECKING:
+    from telegrad._agent.agent import Agent
+
+_SILENT_SECONDS = 1.0  # after which a timeout says that the peer's host does not respond
+
+MakeMessage = Callable[[int, Body], Message]
+Notice = Callable[[Exception | None], None]
 
 
-@dataclass(slots=True, eq=False)
-class Waiting(Generic[T]):
-    """One request that has not been answered."""
+class Calls:
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.started = 0
 
-    call_id: int
-    to: int
-    what: str
-    started: float
-    deadline: float  # math.inf: none
-    ticket: T = field(repr=False)  # the agent's own
+    def start(
+        self,
+        peer: Peer,
+        what: str,
+        timeout: float,
+        make_message: MakeMessage,
+        value: Any = None,
+        future: Future | None = None,
+        notice: Notice | None = None,
+    ) -> Pending:
+        """Sends a request; a timeout of 0 means none.
 
-
-class Calls(Generic[T]):
-    """``newest``: of so many it is known at once whom they are for."""
-
-    def __init__(self, newest: int = 16) -> None:
-        self._ids = itertools.count(1)
-        self._waiting: dict[int, Waiting[T]] = {}
-        # Their ids, for whom and when; not the calls, which hold their outcomes.  Beside the dictionary: Python 3.11
-        # crashes if one reads that from its end while others change it.
-        self._newest: deque[tuple[int, int, float]] = deque(maxlen=newest)
-
-    def start(self, to: int, what: str, now: float, timeout: float, ticket: T) -> Waiting[T]:
-        """A request is about to go out; a timeout of 0 means none."""
+        The outcome goes to ``future``, or ``notice`` is called with the error or None; else ``wait`` gives it.
+        """
+        agent = self._agent
+        now = time.monotonic()
         deadline = now + timeout if timeout > 0 else math.inf
-        call_id = next(self._ids)
-        self._newest.append((call_id, to, now))
-        waiting = self._waiting[call_id] = Waiting(call_id, to, what, now, deadline, ticket)
-        return waiting
+        link = peer.link or agent.link_to(peer, deadline)
+        parcel = agent.marshal.pack(peer, link, value, answered=True)
+        then: Any = None
+        if future is not None:
+            then = _Completion(self, future)
+        elif notice is not None:
+            then = partial(self._notify, notice)
+        self.started += 1
+        pending = agent.plane.start_call(
+            link,
+            what,
+            now,
+            deadline,
+            lambda call_id: make_message(call_id, parcel.body),
+            parcel.stream,
+            then,
+            parcel.lent,
+        )
+        if future is not None:
+            future._help = partial(self._help_future, pending, then)
+        if link.closed or agent.closing:  # it broke after our look, so nobody else may know of this call
+            agent.fail_calls(peer, link)
+        return pending
 
-    def find(self, call_id: int) -> Waiting[T] | None:
-        return self._waiting.get(call_id)
+    def wait(self, pending: Pending) -> Any:
+        """The value of the answer, or its error raised, on the thread that called."""
+        try:
+            self._wait(pending)
+        except BaseException:
+            self.give_up(pending)
+            raise
+        return self._result(pending)
 
-    def finish(self, call_id: int) -> Waiting[T] | None:
-        """An answer came; None when nobody waits for it any more."""
-        return self._waiting.pop(call_id, None)
+    def _wait(self, pending: Pending) -> None:
+        plane = self._agent.plane
+        if not plane.wait(pending):
+            plane.settle(pending, self.timed_out(pending))
 
-    def lost(self, worker: int, which: Callable[[T], bool] = lambda _: True) -> list[Waiting[T]]:
-        """A worker is gone; the calls that it will never answer, of those whose ticket ``which`` picks."""
-        waiting = list(self._waiting.values())
-        return self._take([call for call in waiting if call.to == worker and which(call.ticket)])
+    def give_up(self, pending: Pending) -> None:
+        """No thread will wait for it: an answer that came, or will come, is discarded."""
+        link = pending.link
+        if link.pending.pop(pending.call_id, None) is None:
+            outcome = pending.take_outcome()
+            if isinstance(outcome, Frame):
+                self._agent.plane.submit(self.discard, link, outcome)
 
-    def expire(self, now: float) -> list[Waiting[T]]:
-        """The calls whose time is over."""
-        return self._take([call for call in list(self._waiting.values()) if call.deadline <= now])
+    def _help_future(self, pending: Pending, complete: _Completion, wait: Callable[[], Any]) -> Any:
+        """Waits for a future.  An answer that is read meanwhile completes it on this thread, with no hop to another."""
+        pending.waited_for = True
+        try:
+            self._wait(pending)
+        finally:
+            pending.waited_for = False
+            # The thread that settles it sets the outcome first and looks at ``waited_for`` then: one sees the other.
+            if pending.outcome is not None:
+                complete(pending.link, pending)
+        with self._agent.plane.blocking():
+            return wait()
 
-    def _take(self, calls: list[Waiting[T]]) -> list[Waiting[T]]:
-        return [call for call in calls if self._waiting.pop(call.call_id, None) is not None]
+    def _notify(self, notice: Notice, link: Link, pending: Pending) -> None:
+        try:
+            self._result(pending)
+        except Exception as error:
+            notice(error)
+        else:
+            notice(None)
 
-    def are_for_many(self, many: int, since: float) -> bool:
-        """Whether at least so many workers have yet to answer one of the newest calls, made after ``since``."""
-        waiting = self._waiting
-        if len(waiting) < many:
-            return False
-        return (
-            len({to for call_id, to, started in list(self._newest) if started > since and call_id in waiting}) >= many
+    def _result(self, pending: Pending) -> Any:
+        outcome = pending.take_outcome()
+        if isinstance(outcome, Exception):
+            raise copy_of(outcome)  # the traceback of the outcome itself would hold the pending call
+        assert outcome is not None
+        message = outcome.message
+        if type(message) is Reply:
+            body = message.body
+            if body.tree is None and not body.buffers and not body.rrefs and body.extra is None:
+                return None
+            return self._open(pending.link, body, outcome.buffers)
+        assert isinstance(message, Failure)
+        try:
+            details = self._open(pending.link, message.body, outcome.buffers)
+        except TelegradError:
+            details = None  # its type and text are enough
+        raise rebuild(message, details, self._agent.options.allow_pickle, self._name_of(pending.link))
+
+    def _open(self, link: Link, body: Body, streamed: list[Any]) -> Any:
+        agent = self._agent
+        value = agent.marshal.open(link, body, streamed)[0]
+        if body.extra is not None and agent.answer_opened is not None:
+            agent.answer_opened(link.peer_id, body.extra)
+        return value
+
+    def discard(self, link: Link, frame: Frame) -> None:
+        """An answer that no call waits for."""
+        self._agent.marshal.discard(link, frame.message.body)  # type: ignore[union-attr]
+
+    def timed_out(self, pending: Pending) -> RpcTimeoutError:
+        seconds = pending.deadline - pending.started
+        return RpcTimeoutError(
+            f"{pending.what} on worker {self._name_of(pending.link)!r} got no answer within {seconds:g} s. "
+            f"{_alive(pending.link)}; give the call a longer timeout, or timeout=0 for none."
         )
 
-    def next_deadline(self) -> float:
-        return min((call.deadline for call in list(self._waiting.values())), default=math.inf)
+    def _name_of(self, link: Link) -> str:
+        return self._agent.peer(link.peer_id).name
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._agent.plane.pending)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{call.what} of {call.to}" for call in list(self._waiting.values())[:5])
-        return f"<Calls {len(self)} waiting{': ' if shown else ''}{shown}>"
+        pending = self._agent.plane.pending
+        shown = ", ".join(f"{each.what} of {each.link.peer_id}" for each in pending[:5])
+        return f"<Calls {len(pending)} waiting{': ' if shown else ''}{shown}>"
+
+
+class _Completion:
+    """Completes the future of a call, once, in the gradient mode of the thread that made the call."""
+
+    __slots__ = ("_calls", "_future", "_grad_enabled", "_once")
+
+    def __init__(self, calls: Calls, future: Future) -> None:
+        self._calls = calls
+        self._future = future
+        self._grad_enabled = torch.is_grad_enabled()
+        self._once = threading.Lock()
+
+    def __call__(self, link: Link, pending: Pending) -> None:
+        if not self._once.acquire(blocking=False):
+            return  # another thread completes it
+        future = self._future
+        future._help = None
+        same = torch.is_grad_enabled() is self._grad_enabled
+        try:
+            with nullcontext() if same else torch.set_grad_enabled(self._grad_enabled):
+                value = self._calls._result(pending)
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(value)
+
+
+def _alive(link: Link) -> str:
+    if link.host_is_silent(_SILENT_SECONDS):
+        return "Its host does not respond at the moment"
+    if link.pid is None:  # the host may have gone a moment ago
+        return "Its host seems to be alive, so it is probably busy or stopped, and the call may still run there"
+    return "Its process is alive, so it is busy or stopped, and the call may still run there"

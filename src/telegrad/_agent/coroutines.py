@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from telegrad._agent.pool import Pool
+from telegrad._core.interface import DataPlane
 from telegrad.errors import NotInitializedError
 
 log = logging.getLogger("telegrad.agent")
@@ -24,9 +24,9 @@ Done = Callable[[Any, BaseException | None], None]
 
 
 class Coroutines:
-    def __init__(self, name: str, pool: Pool, on_thread_start: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, name: str, plane: DataPlane, on_thread_start: Callable[[], None] = lambda: None) -> None:
         self._name = name
-        self._pool = pool
+        self._plane = plane
         self._on_thread_start = on_thread_start
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -85,7 +85,7 @@ class Coroutines:
 
     def _begin(self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Any], done: Done) -> None:
         task = loop.create_task(_InOwnGradMode(_outcome(coroutine)))
-        task.add_done_callback(lambda task: self._pool.submit((self._finish, task, done)))
+        task.add_done_callback(lambda task: self._plane.submit(self._finish, task, done))
 
     def _finish(self, task: asyncio.Task[tuple[Any, BaseException | None]], done: Done) -> None:
         try:

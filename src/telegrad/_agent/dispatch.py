@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from telegrad._agent.agent import Agent
-from telegrad._agent.backlog import UserCall
-from telegrad._agent.link import Link
+from telegrad._core.interface import Link
 from telegrad._torch import FutureBase
 from telegrad._wire.callables import resolve
 from telegrad._wire.frames import Frame
@@ -61,6 +60,7 @@ def run_call(agent: Agent, link: Link, frame: Frame) -> None:
     message = frame.message
     assert type(message) is Call
     call_id = message.call_id
+    agent.served_calls += 1
     execute(
         agent,
         link,
@@ -132,7 +132,7 @@ def _run(
             def go_on(*_: Any) -> None:
                 _run(agent, run, (None,), scope, succeed, fail)
 
-            result.when_ready(lambda: agent.pool.submit(UserCall((go_on, None, None))))
+            result.when_ready(lambda: agent.plane.submit(go_on, call=True))
             return
         if type(result) is Deferred:
             future = result.future

@@ -14,8 +14,8 @@ import select
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from telegrad._agent.link import Link
 from telegrad._agent.peers import Peer
+from telegrad._core.interface import Link
 
 
 @dataclass(slots=True)

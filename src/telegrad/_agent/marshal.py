@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from telegrad._agent.link import Link
 from telegrad._agent.peers import Peer
+from telegrad._core.interface import Link
 from telegrad._transport.buffers import BufferPool, Loans
 from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments, Segment, SegmentPool
 from telegrad._wire import codec, values
@@ -126,7 +126,7 @@ class Marshal:
                 memory = window.view(buffer.segment, buffer.fd, buffer.size)
             except OSError as error:
                 for lost in shared[len(views) :]:
-                    link.post(Taken(lost.segment))
+                    link.send(Taken(lost.segment), lazily=True)
                 raise WorkerLostError(f"worker {peer.name!r} took {buffer.size:,} bytes away: {error}") from error
             self._borrowed.add(memory, _Borrowed(link, window, buffer.segment, now))
             views.append(memory)
@@ -136,13 +136,13 @@ class Marshal:
         """Tells the peers which of their segments are free: with the next message, since a send of its own would only
         wake them."""
         for loan in self._borrowed.returned():
-            loan.link.post(Taken(loan.segment))
+            loan.link.send(Taken(loan.segment), lazily=True)
 
     def discard(self, link: Link, body: Body) -> None:
         """A body that nobody wants any more: lets go of what it holds over there."""
         for buffer in body.buffers:
             if type(buffer) is InPeer:
-                link.post(Taken(buffer.segment))
+                link.send(Taken(buffer.segment), lazily=True)
         for fork in body.rrefs:
             try:
                 self.make_reference(fork, link.peer_id)
@@ -154,7 +154,7 @@ class Marshal:
         self.give_back()
         for loan in self._borrowed.leave(lambda loan: time.monotonic() - loan.since > _KEPT_SECONDS):
             loan.window.forget(loan.segment)
-            loan.link.post(Taken(loan.segment, kept=True))
+            loan.link.send(Taken(loan.segment, kept=True), lazily=True)
         self.buffers.trim()
         self.shelf.trim()
         for window in list(self._windows.values()):

@@ -13,7 +13,7 @@ from telegrad._transport.dial import Address
 from telegrad._wire.values import Route
 
 if TYPE_CHECKING:
-    from telegrad._agent.link import Link
+    from telegrad._core.interface import Link
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):

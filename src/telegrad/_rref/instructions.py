@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from telegrad._ids import GlobalId, WorkerId
-from telegrad._wire.messages import NotePayload
+from telegrad._wire.messages import InternalMessage
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this note; it must take effect exactly once."""
+    """Send this message."""
 
     to: WorkerId
-    note: NotePayload
+    message: InternalMessage
 
 
 @dataclass(frozen=True, slots=True)

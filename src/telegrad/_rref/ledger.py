@@ -46,7 +46,7 @@ from telegrad._wire.messages import (
     ForkAccepted,
     ForkRefused,
     ForkRequest,
-    NotePayload,
+    InternalMessage,
     RRefFork,
     UserDelete,
 )
@@ -247,10 +247,10 @@ class Ledger:
         value.handles += 1
         return None, told
 
-    # --- notes ------------------------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------------------
 
-    def on_note(self, sender: WorkerId, payload: NotePayload) -> list[Instruction]:
-        """A note came.  One that is repeated, late, or from a worker that is lost changes nothing."""
+    def on_message(self, sender: WorkerId, payload: InternalMessage) -> list[Instruction]:
+        """A message came.  One that is late, or from a worker that is lost, changes nothing."""
         if sender in self._lost:
             return []
         match payload:
@@ -272,7 +272,7 @@ class Ledger:
         fork = self._forks.get(fork_id)
         return fork is not None and fork.owner == worker
 
-    def _answer(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> NotePayload:
+    def _answer(self, rref_id: GlobalId, fork_id: GlobalId, holder: WorkerId) -> InternalMessage:
         value = None if self._has_ended(fork_id, holder) else self._known_or_expected(rref_id, holder)
         if value is None or value.forks.get(fork_id, holder) != holder:
             return ForkRefused(fork_id)

@@ -13,10 +13,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from telegrad._agent.agent import Agent
-from telegrad._agent.backlog import UserCall
 from telegrad._agent.dispatch import execute
 from telegrad._agent.failures import copy_of, let_go_of_frames, story_of
-from telegrad._agent.link import Link
+from telegrad._core.interface import How, Link
 from telegrad._ids import GlobalId, IdSource, WorkerId
 from telegrad._rref.instructions import Broken, Free, Instruction, Send
 from telegrad._rref.ledger import Ledger
@@ -113,13 +112,13 @@ class References:
         self._dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
         self._given_up: set[GlobalId] = set()
         self._lost: set[int] = set()
-        agent.handlers[RemoteCall] = self._run_remote
-        agent.handlers[Fetch] = self._answer_fetch
+        agent.on_request(RemoteCall, self._run_remote, How.CALL)
+        agent.on_request(Fetch, self._answer_fetch)
         agent.marshal.make_reference = self._receive
         agent.lost_handlers.append(self._worker_lost)
         agent.now_and_then = self._now_and_then
         for kind in (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete):
-            agent.mail.handlers[kind] = self._take_note
+            agent.on_message(kind, self._on_message)
 
     # --- making references --------------------------------------------------------------------------------------
 
@@ -186,14 +185,14 @@ class References:
             finally:
                 self._lock.release()
             if instructions and not self.agent.closing:
-                self.agent.pool.submit((lambda orders, _: self._carry_out(orders), instructions, None))
+                self.agent.submit(self._carry_out, instructions)
             return
         self._dropped.append((rref_id, fork_id))
 
     def _now_and_then(self) -> float:
         """To wake a thread for each handle that goes would cost more than all the rest: a call takes it up, or this."""
         if self._dropped:
-            self.agent.pool.submit((lambda *_: self.let_go(), None, None))
+            self.agent.submit(self.let_go)
         return _DROP_SECONDS if self.ledger.holds_any() or self._dropped else math.inf
 
     def let_go(self) -> None:
@@ -242,6 +241,7 @@ class References:
     def _run_remote(self, link: Link, frame: Frame) -> None:
         message = frame.message
         assert isinstance(message, RemoteCall)
+        self.agent.served_calls += 1
         rref_id = GlobalId(*message.rref_id)
         try:
             value, instructions = self._begin_remote(rref_id, GlobalId(*message.fork_id), link.peer_id)
@@ -255,7 +255,7 @@ class References:
             if error is not None:
                 let_go_of_frames(error)  # these hold the arguments, and us
             if value.awaited:
-                link.post(Reply(message.call_id))  # with the value itself, if it goes the same way
+                link.send(Reply(message.call_id), lazily=True)  # with the value itself, if it goes the same way
                 value.set(result, error)
                 link.flush(0.0)
             else:
@@ -308,8 +308,8 @@ class References:
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Send(to, note):
-                    self.agent.mail.post(to, note, soon=True)
+                case Send(to, message):
+                    self.agent.send_message(to, message, lazily=True)
                 case Free(rref_id):
                     with self._lock:
                         freed = self._owned.pop(rref_id, None)
@@ -321,8 +321,8 @@ class References:
                         if self.ledger.is_held(fork_id):
                             self.broken.setdefault(fork_id, None)
 
-    def _take_note(self, sender: int, payload: Any, _: Callable[[], Any]) -> None:
-        self._obey(lambda: self.ledger.on_note(WorkerId(sender), payload))
+    def _on_message(self, sender: int, message: Any, _: Callable[[], Any]) -> None:
+        self._obey(lambda: self.ledger.on_message(WorkerId(sender), message))
 
     def _worker_lost(self, worker: int) -> None:
         with self._lock:
@@ -336,7 +336,7 @@ class References:
         self._carry_out(instructions)
         if orphans:
             # Behind the calls of that worker that are here and wait for a thread: they will make their values yet.
-            self.agent.pool.submit(UserCall((_end_orphans, orphans, worker)))
+            self.agent.plane.submit(_end_orphans, orphans, worker, call=True)
 
     # --- seeing it ----------------------------------------------------------------------------------------------
 

@@ -3,30 +3,31 @@
 A message is a frozen record.  The codec writes it as a header that cannot execute code; tensors and pickled
 user objects ride beside it as buffers, described by the message's :class:`Body`.
 
-=============== ================== =================== ==========================================================
-message         sender             answered by         may take effect twice?
-=============== ================== =================== ==========================================================
-Call            caller             Reply or Failure    never repeated
-RemoteCall      creator of an RRef Reply or Failure    never repeated
-Fetch           user of an RRef    Reply or Failure    yes, it only reads
-Barrier         shutdown           Reply or Failure    yes, the leader counts workers, not messages
-Reply, Failure  callee             nothing             an unknown call id is ignored
-Note            anyone             NoteAck             repeated until acknowledged; the receiver takes it once
-NoteAck         receiver of a Note nothing             yes
-Taken           receiver of a body nothing             never repeated: the segment may be out again
-Goodbye         anyone             nothing             yes
-LaneOpen        anyone             nothing             yes
-=============== ================== =================== ==========================================================
+================ =================== ================= ========================================================
+message          sender              answered by       meaning
+================ =================== ================= ========================================================
+Call             caller              Reply or Failure  run a function
+RemoteCall       creator of an RRef  Reply or Failure  run a function and keep its result
+Fetch            user of an RRef     Reply or Failure  send the value of a reference
+Barrier          shutdown            Reply or Failure  wait until every worker has sent one
+Reply, Failure   callee              nothing           the answer to one of the above
+ForkRequest …    see ``_rref.ledger``                  the protocol of references
+Gradients …      see ``autograd.engine``               the protocol of backward passes and contexts
+Taken            receiver of a body  nothing           a segment of shared memory is free again
+LaneOpen         either              nothing           shared memory can be used on this link
+Goodbye          either              nothing           the sender shuts down
+================ =================== ================= ========================================================
 
-On a link, the side that dialled sends requests (``FROM_DIALLER``), and the other side answers them
+No message is ever sent twice.  A link is an ordered stream, and a worker whose link breaks is lost, so a message needs
+no number, acknowledgement or repetition of its own.
+
+On a link, the side that dialled sends requests and internal messages (``FROM_DIALLER``), and the other side answers
 (``FROM_DIALLED``): a worker that dials out cannot be made to run anything by the worker that it reaches.
-
-The payloads of a Note are the RRef fork protocol (see ``rref.ledger``) and all of autograd (``autograd.engine``).
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, get_args
 
 import msgspec
 
@@ -192,7 +193,7 @@ class Barrier(_Record, frozen=True, tag=10):
     active: bool
 
 
-# --- notes: internal messages that take effect exactly once ---------------------------------------------------
+# --- references (``_rref.ledger``) ----------------------------------------------------------------------------
 
 
 class ForkRequest(_Record, frozen=True, tag=20):
@@ -225,6 +226,9 @@ class UserDelete(_Record, frozen=True, tag=24):
 
     rref_id: GlobalId
     fork_id: GlobalId
+
+
+# --- contexts and backward passes (``autograd.engine``) ---------------------------------------------------------
 
 
 class DropContext(_Record, frozen=True, tag=40):
@@ -270,7 +274,7 @@ class Finished(_Record, frozen=True, tag=42):
 
 
 class Gradients(_Record, frozen=True, tag=41):
-    """What recvs got, for the sends at their other ends; the tensors are in the note's body, one after the other.
+    """What recvs got, for the sends at their other ends; the tensors are in the body, one after the other.
 
     ``counted``: the sender waits for a Finished.  It does not when the receiver waits for the sender's anyway; that may
     come along with them.
@@ -281,6 +285,7 @@ class Gradients(_Record, frozen=True, tag=41):
     messages: tuple[tuple[int, tuple[Size, ...], tuple[Size, ...]], ...]
     counted: bool
     finished: Finished | None = None
+    body: Body = EMPTY_BODY
 
 
 class Discover(_Record, frozen=True, tag=43):
@@ -316,13 +321,14 @@ class PlanKnown(_Record, frozen=True, tag=46):
 
 
 class PassFailed(_Record, frozen=True, tag=47):
-    """Tells the root why a pass cannot end well; the details of the exception are in the note's body."""
+    """Tells the root why a pass cannot end well; the details of the exception are in the body."""
 
     pass_id: PassId
     worker: str
     type_name: str
     text: str
     traceback: str
+    body: Body = EMPTY_BODY
 
 
 class EndPass(_Record, frozen=True, tag=48):
@@ -333,7 +339,8 @@ class EndPass(_Record, frozen=True, tag=48):
     reason: str
 
 
-NotePayload = (
+#: What workers tell each other of references, contexts and passes; not answered.
+InternalMessage = (
     ForkRequest
     | ForkAccepted
     | ForkRefused
@@ -351,23 +358,8 @@ NotePayload = (
     | EndPass
 )
 
+Message = Call | RemoteCall | Fetch | Reply | Failure | Taken | Goodbye | LaneOpen | Barrier | InternalMessage
 
-class Note(_Record, frozen=True, tag=30):
-    """``seq`` counts the notes from this sender to this receiver; all below ``floor`` are acknowledged."""
-
-    seq: int
-    floor: int
-    payload: NotePayload
-    acks: tuple[int, ...] = ()  # notes of the receiver that have come to the sender
-    body: Body = EMPTY_BODY
-
-
-class NoteAck(_Record, frozen=True, tag=31):
-    seqs: tuple[int, ...]
-
-
-Message = Call | RemoteCall | Fetch | Reply | Failure | Taken | Goodbye | LaneOpen | Barrier | Note | NoteAck
-
-_FROM_BOTH = frozenset((Taken, Goodbye, LaneOpen, NoteAck))
-FROM_DIALLER = _FROM_BOTH | {Call, RemoteCall, Fetch, Barrier, Note}
+_FROM_BOTH = frozenset((Taken, Goodbye, LaneOpen))
+FROM_DIALLER = _FROM_BOTH | {Call, RemoteCall, Fetch, Barrier, *get_args(InternalMessage)}
 FROM_DIALLED = _FROM_BOTH | {Reply, Failure}

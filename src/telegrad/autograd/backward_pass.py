@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad._torch import input_metadata, sequence_number, set_sequence_number
-from telegrad._wire.messages import Discover, Explored, Finished, NotePayload, PassHead, PlanKnown, PlanWanted
+from telegrad._wire.messages import Discover, Explored, Finished, InternalMessage, PassHead, PlanKnown, PlanWanted
 from telegrad.autograd.context import Context
 from telegrad.autograd.ddp import Reduction, reduced_parameters
 from telegrad.autograd.discovery import Plan
@@ -23,7 +23,7 @@ from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
 from telegrad.errors import UsageError
 
-Notes = list[tuple[int, NotePayload]]
+Notes = list[tuple[int, InternalMessage]]
 
 
 class Pass:

@@ -70,7 +70,7 @@ class Engine:
         self._agent = agent
         self._me = agent.me.worker_id
         self.registry = Registry(self._me, guessable=agent.options.allow_pickle)
-        self.attach = Interceptors(self.registry, self._is_gone, self._name, agent.pool.runs_here)
+        self.attach = Interceptors(self.registry, self._is_gone, self._name, agent.serves_here)
         self._ddp_watch = watch()
         self.leaves = Leaves()
         self.swapping = self.leaves.swapping
@@ -82,19 +82,16 @@ class Engine:
         agent.marshal.incoming = self.attach.incoming
         agent.answer_opened = self.attach.answered
         agent.lost_handlers.append(self._worker_lost)
-        agent.mail.light.add(DropContext)
-        agent.mail.handlers |= {
-            Gradients: self._on_gradients,
-            Finished: self._on_finished,
-            Discover: self._on_discover,
-            Explored: self._on_explored,
-            PlanWanted: self._on_plan_wanted,
-            PlanKnown: self._on_plan_known,
-            PassFailed: self._on_failed,
-            EndPass: self._on_end,
-            DropContext: self._on_drop,
-            TellMe: self._on_tell_me,
-        }
+        agent.on_message(Gradients, self._on_gradients)
+        agent.on_message(Finished, self._on_finished)
+        agent.on_message(Discover, self._on_discover)
+        agent.on_message(Explored, self._on_explored)
+        agent.on_message(PlanWanted, self._on_plan_wanted)
+        agent.on_message(PlanKnown, self._on_plan_known)
+        agent.on_message(PassFailed, self._on_failed)
+        agent.on_message(EndPass, self._on_end)
+        agent.on_message(DropContext, self._on_drop, quick=True)
+        agent.on_message(TellMe, self._on_tell_me)
 
     def close(self) -> None:
         """Undoes what was registered with torch."""
@@ -349,9 +346,9 @@ class Engine:
         failure, _ = failure_of(error, 0, self._agent.me.name, pack, tells_where=self._agent.options.allow_pickle)
         payload = PassFailed(pass_id, failure.worker, failure.type_name, failure.text, failure.traceback)
         try:
-            self._agent.mail.post(root.id, payload, details[0] if details else None)
+            self._agent.send_message(root.id, payload, details[0] if details else None)
         except Exception:  # a detail of the exception that cannot be sent
-            self._agent.mail.post(root.id, payload)
+            self._agent.send_message(root.id, payload)
 
     def _on_failed(self, sender: int, payload: PassFailed, open_value: Open) -> None:
         this = self.find_pass(payload.pass_id)
@@ -366,7 +363,7 @@ class Engine:
 
     def _end_elsewhere(self, this: Pass, reason: str) -> None:
         for worker in this.told - {self._me}:
-            self._agent.mail.post(worker, EndPass(this.id, this.context.id, reason))
+            self._agent.send_message(worker, EndPass(this.id, this.context.id, reason))
 
     def _on_end(self, sender: int, payload: EndPass, _: Open) -> None:
         context = self.registry.find(payload.context_id)
@@ -391,7 +388,7 @@ class Engine:
     def _abort(self, this: Pass, error: TelegradError) -> None:
         """Ends this worker's part of a pass whose root needs no telling."""
         for worker in this.stop(error) - {self._me, this.id.root}:
-            self._agent.mail.post(worker, EndPass(this.id, this.context.id, str(error)))
+            self._agent.send_message(worker, EndPass(this.id, this.context.id, str(error)))
 
     def _lost(self, worker: int) -> WorkerLostError:
         peer = self._agent.peer(worker)
@@ -404,7 +401,7 @@ class Engine:
         for context in self.registry:
             if context.origin == worker:  # nobody would tell us of its end now: its creator must
                 context.origin = context.creator
-                self._agent.mail.post(context.creator, TellMe(context.id))
+                self._agent.send_message(context.creator, TellMe(context.id))
             for this in [each for each in list(context.passes.values()) if each is not None]:
                 if this.id.root == worker:
                     self._abort(this, self._lost(worker))
@@ -426,7 +423,7 @@ class Engine:
             self._bury(context)
         self._graveyard.visit()
         for worker in context.workers - {context.origin, self._me}:
-            self._agent.mail.post(worker, DropContext(context_id), when_idle=when_idle)
+            self._agent.send_message(worker, DropContext(context_id), lazily=when_idle)
 
     def _bury(self, context: Context) -> None:
         """A function of its own, as ``_stop_passes``: a variable with the tops would seem to use them."""
@@ -440,7 +437,7 @@ class Engine:
         if context is not None:
             context.workers.add(sender)
         if context is None or context.ended:
-            self._agent.mail.post(sender, DropContext(payload.context_id))
+            self._agent.send_message(sender, DropContext(payload.context_id))
 
     def _on_drop(self, sender: int, payload: DropContext, _: Open) -> None:
         self.drop(payload.context_id, when_idle=True, by=sender)  # this runs where it is read

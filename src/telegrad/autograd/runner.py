@@ -51,12 +51,8 @@ class Runner:
 
     def blocking(self, wait: Callable[[], bool]) -> bool:
         """Waits for another worker, in a way that the pool can see."""
-        pool = self._agent.pool
-        pool.hand_over()
-        if pool.runs_here():
-            with pool.blocked():
-                return wait()
-        return wait()
+        with self._agent.blocking():
+            return wait()
 
     # --- a turn -------------------------------------------------------------------------------------------------
 
@@ -71,7 +67,6 @@ class Runner:
             # A system call, so only where something waits for this unit; what comes up in it goes by the wall clock.
             begun = time.thread_time() if turn.todo else None
             self._run(turn, jobs)
-            self._agent.pool.progress()
             if not turn.todo:
                 continue
             now = time.monotonic()
@@ -85,7 +80,7 @@ class Runner:
     def _share(self, turn: Turn) -> None:
         """Leaves what this thread has not begun to others, and sends what it has."""
         while turn.todo:
-            self._agent.pool.submit((lambda this, job: self._take(Turn(this, [job])), turn.this, turn.todo.popleft()))
+            self._agent.submit(lambda this, job: self._take(Turn(this, [job])), turn.this, turn.todo.popleft())
         self._send(turn)
 
     def _send(self, turn: Turn) -> None:
@@ -99,11 +94,11 @@ class Runner:
 
     def _post(self, this: Pass, notes: Notes) -> None:
         for to, payload in notes:
-            if not self._agent.mail.post(to, payload):
+            if not self._agent.send_message(to, payload):
                 self._fail(this, self._lost(to))
 
     def _post_letter(self, this: Pass, to: int, letter: GradientBatch) -> None:
-        if this.error is None and not self._agent.mail.post(to, letter.payload(this), tensors=letter.bundle):
+        if this.error is None and not self._agent.send_message(to, letter.payload(this), tensors=letter.bundle):
             self._fail(this, self._lost(to))
 
     # --- torch's engine -----------------------------------------------------------------------------------------
@@ -149,8 +144,8 @@ class Runner:
             return
         outer, here.run = here.run, _Run(self, turn, jobs, reached)
         # A hook may wait for another worker, and that one for what this turn has yet to send.
-        pool = self._agent.pool
-        outer_wait = pool.before_waiting(partial(self._share, turn))
+        agent = self._agent
+        outer_wait = agent.before_waiting(partial(self._share, turn))
         entered = context_variable.set(this.context)
         try:
             results: list[Tensor | None] = list(
@@ -171,7 +166,7 @@ class Runner:
         finally:
             context_variable.reset(entered)
             here.run = outer
-            pool.before_waiting(outer_wait)
+            agent.before_waiting(outer_wait)
 
     def reduce(self, this: Pass, reductions: Iterable[Reduction]) -> None:
         """Hands what was held back to the modules that average it."""
@@ -222,12 +217,11 @@ class Runner:
                 counted = this.local.flow.sent(to)
                 this.told.add(to)
             try:
-                letter = turn.letters[to] = GradientBatch(counted, agent.mail.bundle(to, this.head.create_graph))
+                letter = turn.letters[to] = GradientBatch(counted, agent.tensors_for(to, this.head.create_graph))
             except WorkerLostError:
                 raise self._lost(to) from None
         this.memory_in_use.update(address_of(each) for each in gradients.values() if each is not None)
         letter.add(recv.message_id, gradients)
-        agent.pool.progress()
         if at_once or (alone and letter.counted) or not letter.may_grow:
             self._post_letter(this, to, turn.letters.pop(to))
 

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from telegrad._agent.dispatch import execute
 from telegrad._agent.failures import story_of
-from telegrad._agent.link import Link
+from telegrad._core.interface import How, Link
 from telegrad._ids import GlobalId
+from telegrad._wire.callables import export
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Call, RemoteCall
 from telegrad._worker import To, Worker
@@ -65,9 +66,10 @@ class CompatWorker(Worker):
         #: Calls of other workers that were not answered yet, and those of them whose function has not returned.
         self.unanswered: set[object] = set()
         self.executing: set[object] = set()
-        self.agent.handlers[Call] = self._run_call
-        self._run_remote = self.agent.handlers[RemoteCall]
-        self.agent.handlers[RemoteCall] = self._run_remote_call
+        self.agent.on_request(Call, self._run_call, How.CALL)
+        before = self.agent.on_request(RemoteCall, self._run_remote_call, How.CALL)
+        assert before is not None
+        self._run_remote = before
         node_hooks.watch(self.autograd.leaves)
         #: The nodes of what was received, by message; torch keeps them in the context.
         self.recvs: WeakKeyDictionary[Context, dict[int, list[Any]]] = WeakKeyDictionary()
@@ -121,6 +123,7 @@ class CompatWorker(Worker):
     def _run_call(self, link: Link, frame: Frame) -> None:
         message = frame.message
         assert isinstance(message, Call)
+        self.agent.served_calls += 1
         agent, call_id, function = self.agent, message.call_id, message.function
         call = object()
 
@@ -172,10 +175,15 @@ class CompatWorker(Worker):
         self._wait_for_owners(deadline, "user_forks")
 
     def _wait_for_owners(self, deadline: float, of_forks: str) -> None:
-        while self.references.counts()[of_forks] or self.agent.mail.unacknowledged:
+        while self.references.counts()[of_forks]:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.002)
+        # Messages on one link are handled in order, so the answer says that those before it were.
+        for peer in self.agent.peers:
+            if peer.link is not None and peer.id != self.id:
+                with contextlib.suppress(TelegradError):
+                    self.agent.wait(self.start_call(peer.id, handled_all_before, (), timeout=_LATE_DROPS))
 
     def _wait_for_all(self, deadline: float, timeout: float) -> None:
         super()._wait_for_all(deadline, timeout)
@@ -189,3 +197,8 @@ class CompatWorker(Worker):
         super()._wait_for_all(deadline, timeout)  # and nobody leaves before all have looked
         if held:
             raise TelegradError(f"Leaking RRefs: other workers still hold references to {held} values of {self.info()}")
+
+
+@export
+def handled_all_before() -> None:
+    """Runs on the owner of references, after what was sent to it before."""

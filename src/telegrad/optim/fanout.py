@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from telegrad._agent.calls import Waiting
-from telegrad._agent.outcomes import Ticket
+from telegrad._core.interface import Pending
 from telegrad._current import current_worker
 from telegrad._rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError, WorkersFailedError
@@ -57,7 +56,7 @@ def ask_all(
     here = current_worker()
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    calls: dict[str, Waiting[Ticket]] = {}
+    calls: dict[str, Pending] = {}
     try:
         for worker, args in arguments.items():
             try:

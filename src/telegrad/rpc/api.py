@@ -314,7 +314,7 @@ def debug_info() -> dict[str, Any]:
     return {
         "worker": repr(worker),
         "calls": repr(worker.agent.calls),
-        "pool": repr(worker.agent.pool),
+        "pool": repr(worker.agent.plane),
         "peers": [repr(peer) for peer in worker.agent.peers],
         "references": worker.references.counts(),
         "buffers": repr(worker.agent.marshal.buffers),

@@ -13,8 +13,8 @@ import threading
 from pathlib import Path
 
 from telegrad._agent.agent import Agent
-from telegrad._agent.link import Link, StreamLink
 from telegrad._agent.peers import Peer, PeerState, WorkerRecord
+from telegrad._core.interface import Link
 from telegrad._transport.base import Stream
 from telegrad._transport.dial import Address, dial
 from telegrad._transport.handshake import Identity
@@ -77,7 +77,7 @@ class Network:
             if agent.knows(peer.worker_id):
                 self._accept(agent, stream, peer, credentials)
             else:  # a newcomer in a job of open size: the store has its record, and may be slow
-                agent.pool.submit((lambda *_: self._accept_newcomer(agent, stream, peer, credentials), None, None))
+                agent.submit(self._accept_newcomer, agent, stream, peer, credentials)
 
         with self._lock:
             if not self._closed:
@@ -106,14 +106,11 @@ class Network:
                 f"a worker that calls itself {peer.name!r} ({peer.worker_id}) is not the one of that id in this job"
             )
         self._check(record, agent.me, credentials)
-        self._link(agent, stream, record, False, credentials.pid).start()
+        agent.accepted(self._link(agent, stream, record, False, credentials.pid))
 
-    def _link(self, agent: Agent, stream: Stream, record: WorkerRecord, dialled: bool, pid: int | None) -> StreamLink:
+    def _link(self, agent: Agent, stream: Stream, record: WorkerRecord, dialled: bool, pid: int | None) -> Link:
         stream.watch_host(self._options.heartbeat)
-        link = StreamLink(stream, record.worker_id, dialled, agent.pool, agent, agent.marshal.buffers.lend, pid)
-        if not dialled:
-            agent.accepted(link)
-        return link
+        return agent.plane.adopt(stream, record.worker_id, dialled, pid)
 
     def _check(self, record: WorkerRecord, me: WorkerRecord, credentials: Credentials) -> None:
         """Raises unless the process or certificate at the other end is that of the record."""
@@ -140,9 +137,7 @@ class Network:
             lambda credentials: self._check(record, agent.me, credentials),
             self._client_tls if address.kind == "tcp" else None,
         )
-        link = self._link(agent, stream, record, True, record.pid if address.kind == "unix" else None)
-        link.start()
-        return link
+        return self._link(agent, stream, record, True, record.pid if address.kind == "unix" else None)
 
     def _choose(self, me: WorkerRecord, other: WorkerRecord) -> Address:
         same_host = me.host == other.host

@@ -1,6 +1,6 @@
 """For tests of programs that use telegrad: many workers in one process, and faults that a test declares."""
 
 from telegrad.testing.cluster import Cluster, cluster
-from telegrad.testing.faults import Fault, FaultyCarrier
+from telegrad.testing.faults import Fault
 
-__all__ = ["Cluster", "Fault", "FaultyCarrier", "cluster"]
+__all__ = ["Cluster", "Fault", "cluster"]

@@ -1,29 +1,29 @@
-"""Many workers in one process, over memory."""
+"""Many workers in one process, over socket pairs."""
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from telegrad._agent.agent import Agent, AgentOptions
-from telegrad._agent.link import Link
-from telegrad._agent.loopback import connect
 from telegrad._agent.peers import Peer, WorkerRecord
+from telegrad._core.interface import Link
 from telegrad._current import acting_as
 from telegrad._wire.values import Route
 from telegrad._worker import Worker
 from telegrad.errors import UnknownWorkerError
 from telegrad.rpc.options import check_name
-from telegrad.testing.faults import Fault, FaultyCarrier, Kind
+from telegrad.testing.faults import Fault, Faults, FaultyStream, Kind
 
 
 class Cluster:
     """Workers that know each other and nothing else.  Use :func:`cluster`, which also ends them."""
 
     def __init__(self, names: Sequence[str], options: AgentOptions) -> None:
-        self.carrier = FaultyCarrier()
+        self.faults = Faults()
         self._options = options
         self._workers: dict[str, Worker] = {}
         records = [WorkerRecord(number, name, allow_pickle=options.allow_pickle) for number, name in enumerate(names)]
@@ -39,9 +39,12 @@ class Cluster:
         worker = self[peer.id]
         if worker.closed:
             raise ConnectionRefusedError(f"worker {peer.name!r} is not there")
-        here, there = connect(agent, worker.agent, self.carrier)
-        worker.agent.accepted(there)
-        return here
+        me = agent.me.worker_id
+        ours, theirs = socket.socketpair()
+        worker.agent.accepted(
+            worker.agent.plane.adopt(FaultyStream(theirs, self.faults, peer.id, me), me, dialled=False)
+        )
+        return agent.plane.adopt(FaultyStream(ours, self.faults, me, peer.id), peer.id, dialled=True)
 
     def __getitem__(self, which: str | int) -> Worker:
         for worker in self:
@@ -71,9 +74,10 @@ class Cluster:
         receiver: str | None = None,
         count: int | None = None,
         seconds: float = 0.0,
+        bytes: int = 0,
     ) -> Fault:
-        """Declares what happens to messages of these types on their way from sender to receiver."""
-        return self.carrier.add(
+        """Declares what happens to the connection from sender to receiver at messages of these types."""
+        return self.faults.add(
             Fault(
                 kind,
                 types,
@@ -81,15 +85,15 @@ class Cluster:
                 self[receiver].id if receiver is not None else None,
                 count,
                 seconds,
+                bytes,
             )
         )
 
     def cut(self, one: str, other: str) -> None:
-        """Cuts the links between two workers; each takes the other for lost."""
+        """Cuts the connections between two workers; each takes the other for lost."""
         for here, there in ((self[one], self[other]), (self[other], self[one])):
-            peer = here.agent.peer(there.id)
-            for link in peer.links:
-                here.agent.link_broken(link, "the link was cut")
+            for link in here.agent.peer(there.id).links:
+                link.fail("the connection was cut")
 
     def kill(self, which: str) -> None:
         """Ends a worker as ``kill -9`` would: no goodbye, its links just close."""
@@ -112,7 +116,6 @@ class Cluster:
             thread.start()
         for thread in threads:
             thread.join(timeout + 10)
-        self.carrier.close()
         if errors:
             raise errors[0]
 
@@ -129,8 +132,8 @@ def cluster(*names: str | int, graceful: bool = True, **options: Any) -> Iterato
     try:
         yield workers
     except BaseException:
-        workers.carrier.clear()
+        workers.faults.clear()
         workers.shutdown(graceful=False)
         raise
-    workers.carrier.clear()
+    workers.faults.clear()
     workers.shutdown(graceful)

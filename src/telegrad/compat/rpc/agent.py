@@ -46,7 +46,7 @@ class TensorPipeAgent(RpcAgent):
         worker, agent, threads = self._worker, self._worker.agent, self._options.num_worker_threads
         metrics = {
             "agent.thread_pool_size": threads,
-            "agent.num_idle_threads": max(threads - agent.pool.running(), 0),
+            "agent.num_idle_threads": max(threads - agent.plane.calls_running, 0),
             "agent.client_active_calls": len(agent.calls),
             "agent.server_active_calls": len(worker.unanswered),
             "agent.server_active_async_calls": len(worker.unanswered - worker.executing),
@@ -59,8 +59,8 @@ class TensorPipeAgent(RpcAgent):
         agent = self._worker.agent
         return {
             **self.get_metrics(),
-            "agent.num_busy_threads": str(agent.pool.busy),
-            "agent.started_calls": str(agent.started_calls),
+            "agent.num_busy_threads": str(agent.plane.unfinished),
+            "agent.started_calls": str(agent.calls.started),
         }
 
 

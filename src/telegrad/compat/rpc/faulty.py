@@ -6,24 +6,22 @@ torch's names for messages, and telegrad's:
 SCRIPT_CALL, PYTHON_CALL      ``Call`` of one of torch's operators, or of another function
 SCRIPT_REMOTE_CALL, PYTHON_…  ``RemoteCall``, in the same way
 SCRIPT_RREF_FETCH_CALL        ``Fetch``
-RREF_FORK_REQUEST             ``ForkRequest``, a note: repeated until it is acknowledged
-RREF_CHILD_ACCEPT             ``ChildConfirmed``, a note
-RREF_USER_DELETE              ``UserDelete``, a note
-CLEANUP_AUTOGRAD_CONTEXT_REQ  ``DropContext``, a note
+RREF_FORK_REQUEST             ``ForkRequest``: never lost, as the next three
+RREF_CHILD_ACCEPT             ``ChildConfirmed``
+RREF_USER_DELETE              ``UserDelete``
+CLEANUP_AUTOGRAD_CONTEXT_REQ  ``DropContext``
 ============================= =========================================================================
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from telegrad._agent.agent import Agent
-from telegrad._agent.link import Link
 from telegrad._agent.peers import Peer
+from telegrad._core.interface import Link
 from telegrad._wire.messages import (
     Call,
     ChildConfirmed,
@@ -31,7 +29,6 @@ from telegrad._wire.messages import (
     Fetch,
     ForkRequest,
     Message,
-    Note,
     RemoteCall,
     UserDelete,
 )
@@ -44,12 +41,14 @@ from telegrad.rpc.options import UNSET
 
 BACKEND = "FAULTY_TENSORPIPE"
 
-_NOTES: dict[type, str] = {
+#: torch repeats these until they arrive; telegrad's links lose none.
+_NEVER_LOST_TYPES: dict[type, str] = {
     ForkRequest: "RREF_FORK_REQUEST",
     ChildConfirmed: "RREF_CHILD_ACCEPT",
     UserDelete: "RREF_USER_DELETE",
     DropContext: "CLEANUP_AUTOGRAD_CONTEXT_REQ",
 }
+_NEVER_LOST = frozenset(_NEVER_LOST_TYPES.values())
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
@@ -84,45 +83,33 @@ class FaultyWorker(CompatWorker):
 
     def _dial_peer(self, agent: Agent, peer: Peer, timeout: float) -> Link:
         link = super()._dial_peer(agent, peer, timeout)
-        link.send = self._faulty(link.send)  # type: ignore[method-assign]
+        link.send = self._faulty(link)  # type: ignore[method-assign]
         return link
 
-    def _faulty(self, send: Callable[..., None]) -> Callable[..., None]:
-        failed: Counter[Any] = Counter()
+    def _faulty(self, link: Link) -> Callable[..., None]:
+        send = link.send
 
-        def send_perhaps(
-            message: Message,
-            stream: Sequence[memoryview] = (),
-            more: bool = False,
-            deadline: float = math.inf,
-        ) -> None:
+        def send_perhaps(message: Message, *args: Any, **kwargs: Any) -> None:
             name = _name_of(message)
-            if name in self.faults.messages_to_fail and self._fails(message, failed):
-                return
-            delay = self.faults.messages_to_delay.get(name, 0.0)
-            if delay:
-                later = threading.Timer(delay, send, (message, stream))
+            if name in self.faults.messages_to_fail and name not in _NEVER_LOST:
+                self._expire(link, message.call_id)  # type: ignore[union-attr]
+            elif delay := self.faults.messages_to_delay.get(name, 0.0):
+                later = threading.Timer(delay, send, (message, *args), kwargs)
                 later.daemon = True
                 later.start()
             else:
-                send(message, stream, more, deadline)
+                send(message, *args, **kwargs)
 
         return send_perhaps
 
-    def _fails(self, message: Message, failed: Counter[Any]) -> bool:
-        if not isinstance(message, Note):
-            self._expire(message.call_id)  # type: ignore[union-attr]
-            return True
-        failed[message.seq] += 1
-        return failed[message.seq] <= self.faults.num_fail_sends
-
-    def _expire(self, call_id: int) -> None:
+    def _expire(self, link: Link, call_id: int) -> None:
         """A call is never repeated: as if its time had run out at once."""
-        waiting = self.agent.calls.finish(call_id)
-        if waiting is not None:
-            outcomes = self.agent.outcomes
-            outcomes.settle(waiting.ticket, outcomes.timed_out(waiting))
-            outcomes.complete(waiting.ticket, None)  # before the caller has its future, as in torch
+        pending = link.pending.get(call_id)
+        if pending is not None:
+            pending.waited_for = True  # it is settled on this thread: before the caller has its future, as in torch
+            self.agent.plane.settle(pending, self.agent.calls.timed_out(pending))
+            if pending.then is not None:
+                pending.then(link, pending)
 
 
 def _name_of(message: Message) -> str:
@@ -133,9 +120,7 @@ def _name_of(message: Message) -> str:
             return "SCRIPT_REMOTE_CALL" if function.startswith(BUILTIN) else "PYTHON_REMOTE_CALL"
         case Fetch():
             return "SCRIPT_RREF_FETCH_CALL"
-        case Note(payload=payload):
-            return _NOTES.get(type(payload), "")
-    return ""
+    return _NEVER_LOST_TYPES.get(type(message), "")
 
 
 def _options(rpc_timeout: float, init_method: str, **kwargs: Any) -> FaultyTensorPipeRpcBackendOptions:

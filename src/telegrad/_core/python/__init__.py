@@ -1,0 +1,7 @@
+"""The data plane in plain Python.
+
+scheduler   which thread does what: decisions only
+pending     a call that waits for its answer
+link        frames over one connection
+plane       the threads
+"""

@@ -1,0 +1,235 @@
+"""Frames to and from one peer over one connection."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import math
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from telegrad._core.python.pending import PendingCall
+from telegrad._core.python.scheduler import LinkSchedule
+from telegrad._transport.base import Stream
+from telegrad._wire import codec
+from telegrad._wire.frames import Frame, FrameReader, prefix
+from telegrad._wire.messages import Message
+from telegrad.errors import ProtocolError
+
+_JOIN_BELOW = 64 << 10  # bytes of small messages that are copied together for one system call
+_HOST_IS_GONE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH}  # how TCP keepalives end a connection
+
+
+class LinkHost(Protocol):
+    """What a link tells the data plane."""
+
+    def finish_sending(self, link: PythonLink) -> None:
+        """The peer does not take all at once: another thread should flush the link."""
+
+    def link_closes(self, link: PythonLink) -> None:
+        """The descriptor is about to be closed."""
+
+    def link_broken(self, link: PythonLink, reason: str) -> None: ...
+
+
+class PythonLink(LinkSchedule):
+    def __init__(
+        self,
+        stream: Stream,
+        peer_id: int,
+        dialled: bool,
+        pid: int | None,
+        allocate: Callable[[int], Any],
+        host: LinkHost,
+    ) -> None:
+        super().__init__()
+        self.peer_id = peer_id
+        self.dialled = dialled
+        self.pid = pid
+        self.heard = False
+        self.closed = False
+        self.lane_open = False
+        self.held: dict[int, Any] = {}
+        self.pending: dict[int, PendingCall] = {}
+        self.fd = stream.fileno()
+        self.watched = 0  # the events that the epoll watches it for
+        self.poll = self.make_poll()
+        # A Ctrl-C can come between taking a lock and noting that it is taken.  An RLock knows its owner, so an
+        # interrupted thread can release what it holds.
+        self.reading = threading.RLock()
+        self.reader = 0  # the thread that reads answers
+        self.in_frame = False  # the reader holds bytes that are in no frame yet
+        self._sending = threading.RLock()
+        self._sender = 0  # the thread that sends
+        self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
+        self._stream = stream
+        self._drains: bool = getattr(stream, "drain", False)  # TLS holds bytes that the descriptor does not announce
+        self._frames = FrameReader(codec.decode, codec.stream_sizes, allocate)
+        self._host = host
+        self._closing = threading.Lock()
+
+    def make_poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return poll
+
+    # --- sending ------------------------------------------------------------------------------------------------
+
+    def send(
+        self, message: Message, buffers: Sequence[memoryview] = (), deadline: float = math.inf, lazily: bool = False
+    ) -> None:
+        header = codec.encode(message)
+        if buffers:
+            self._send_buffers(header, buffers, deadline)
+            return
+        self._outbox.append((prefix(len(header), 0) + header, ()))
+        # While the owner of this link has more requests to run, it sends their answers together afterwards.
+        if not self.more and not lazily:
+            self.flush(0.0)
+
+    def _send_buffers(self, header: bytes, buffers: Sequence[memoryview], deadline: float) -> None:
+        """Sends the buffers, or copies them if another thread is sending."""
+        head = prefix(len(header), sum(len(buffer) for buffer in buffers)) + header
+        sent = self._try_sending(deadline, (head, buffers))
+        if sent is None:
+            self._outbox.append((head, _copied(buffers)))
+        if sent is not False:
+            self.flush(0.0)  # what other threads have added meanwhile
+
+    def flush(self, deadline: float) -> None:
+        """Sends all that waits, or leaves it to the thread that is sending.
+
+        What the peer has not taken by the deadline is left to another thread.
+        """
+        while self._outbox and self._try_sending(deadline):
+            pass
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._outbox)
+
+    def _try_sending(self, deadline: float, last: tuple[bytes, Sequence[memoryview]] | None = None) -> bool | None:
+        """Sends what waits, and then ``last``.  False: the peer has not taken all of it, and another thread goes on.
+
+        None: another thread is sending, or this one, interrupted by a signal handler.
+        """
+        me = threading.get_ident()
+        if self._sender == me:
+            return None
+        try:
+            if not self._sending.acquire(blocking=False):
+                return None
+            self._sender = me
+            if last is not None:
+                self._outbox.append(last)
+            all_sent = self._send_all(deadline)
+            self._sender = 0
+            self._sending.release()
+        except BaseException:
+            if self._sender == me:
+                self._sender = 0
+            with contextlib.suppress(RuntimeError):  # the interrupt came before the lock was taken
+                self._sending.release()
+            raise
+        if not all_sent:
+            self._host.finish_sending(self)
+        return all_sent
+
+    def _send_all(self, deadline: float) -> bool:
+        """Whether the peer took all of it before the deadline."""
+        outbox = self._outbox
+        try:
+            while outbox:
+                head, buffers = outbox.popleft()
+                if buffers:
+                    rest = self._stream.send((head, *buffers), deadline)
+                else:
+                    rest = self._stream.send((self._joined(head) if outbox else head,), deadline)
+                if rest:
+                    unsent = [(b"", rest), *(outbox.popleft() for _ in range(len(outbox)))]
+                    outbox.extendleft((head, _copied(buffers)) for head, buffers in reversed(unsent))
+                    return False
+        except OSError as error:
+            self.fail(f"sending failed: {error}")
+        except BaseException:
+            self.fail("the sending thread was interrupted")  # perhaps after half a frame
+            raise
+        return True
+
+    def _joined(self, head: bytes) -> bytes:
+        """A message and the small ones behind it, as one."""
+        heads, size = [head], len(head)
+        while self._outbox and not self._outbox[0][1] and size < _JOIN_BELOW:
+            heads.append(self._outbox.popleft()[0])
+            size += len(heads[-1])
+        return b"".join(heads)
+
+    # --- receiving ----------------------------------------------------------------------------------------------
+
+    def receive(self) -> list[Frame]:
+        """Reads what is there, without waiting.  One thread at a time."""
+        frames: list[Frame] = []
+        reader = self._frames
+        receive = self._stream.recv_into
+        try:
+            while True:
+                self.in_frame = True
+                count = receive(reader.space())
+                if not count:
+                    self.fail("the connection was closed")
+                    break
+                frames += reader.advance(count)
+                if not self._drains:
+                    break
+                receive = self._stream.recv_held  # type: ignore[attr-defined]
+        except BlockingIOError:
+            pass
+        except ProtocolError as error:
+            self.fail(str(error))
+        except (OSError, ValueError) as error:
+            silent = isinstance(error, OSError) and error.errno in _HOST_IS_GONE
+            self.fail(f"its host does not respond: {error}" if silent else f"receiving failed: {error}")
+        except BaseException:
+            self.fail("the reading thread was interrupted")  # half a frame may be lost: the stream is of no use
+            raise
+        self.in_frame = False
+        self.heard = self.heard or bool(frames)
+        return frames
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def fail(self, reason: str) -> None:
+        """Closes the connection and reports its end, once."""
+        if self.close():
+            self._host.link_broken(self, reason)
+
+    def close(self) -> bool:
+        """Closes the connection; False if it was closed."""
+        with self._closing:
+            if self.closed:
+                return False
+            self.closed = True
+        self._host.link_closes(self)
+        with contextlib.suppress(OSError):
+            self._stream.close()
+        self.held.clear()
+        return True
+
+    def disown(self) -> None:
+        self.closed = True
+        self._stream.disown()
+
+    def host_is_silent(self, seconds: float) -> bool:
+        return self._stream.host_is_silent(seconds)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<Link {'to' if self.dialled else 'from'} {self.peer_id}, {state}, {type(self._stream).__name__}>"
+
+
+def _copied(buffers: Sequence[memoryview]) -> list[memoryview]:
+    """Copies of those that are not copies already."""
+    return [view if type(view.obj) is bytes else memoryview(bytes(view)) for view in buffers]

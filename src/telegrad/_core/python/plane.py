@@ -1,0 +1,528 @@
+"""The threads of one worker's data plane: they read the links, run what arrives, and send the answers.
+
+What decides which thread does what is ``scheduler``; here is what they do:
+
+* Idle threads wait in one epoll.  A thread that is woken for an accepted link owns it: it reads, runs what it has read,
+  sends the answers together, looks for more during ``SPIN``, and only then lets the epoll watch the link again.
+* A thread that waits for the answer to its own call reads the link itself if no other thread does.  The epoll watches a
+  dialled link for answers only while calls are pending and no thread reads; for its end it watches always.
+* One more thread, the timer, ticks while links are owned or works are queued (``TICK``), and calls ``Events.tick``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import math
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from telegrad._core.interface import Act, Events, Handlers, How
+from telegrad._core.python.link import PythonLink
+from telegrad._core.python.pending import PendingCall
+from telegrad._core.python.scheduler import LinkSchedule, Scheduler, Work
+from telegrad._transport.base import Stream
+from telegrad._wire.frames import Frame
+from telegrad._wire.messages import FROM_DIALLED, FROM_DIALLER, Message
+from telegrad.errors import UsageError
+
+log = logging.getLogger("telegrad.agent")
+
+# docs/design.md has a table of what each row of the benchmark loses without these.
+SPIN = 100e-6  # Seconds for which a thread looks for the next bytes before it sleeps.
+TICK = 1e-3  # Seconds after which a thread that still runs the same request lets others read its link.
+_SURPLUS_SECONDS = 10.0  # Idle time after which a surplus thread exits.
+_QUIET_TICKS = 10  # Ticks without an owned link after which the timer sleeps.
+
+_END = select.EPOLLRDHUP | select.EPOLLONESHOT
+_BYTES = select.EPOLLIN | _END
+_CORES = len(os.sched_getaffinity(0))
+
+
+class _Here(threading.local):
+    """What the calling thread does."""
+
+    serves = False  # it is one of the data plane's
+    work: Work | None = None  # what it runs, unless it waits for another worker
+    link: PythonLink | None = None  # the link that it owns
+    me: object = None  # as which it owns the link
+    before_waiting: Callable[[], None] | None = None
+
+
+class PythonPlane:
+    def __init__(
+        self,
+        name: str,
+        limit: int,
+        handlers: Handlers,
+        events: Events,
+        allocate: Callable[[int], Any],
+        on_thread_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._name = name
+        self._handlers = handlers
+        self._events = events
+        self._allocate = allocate
+        self._on_thread_start = on_thread_start
+        self._scheduler = Scheduler(limit)
+        self._here = _Here()
+        self._call_ids = itertools.count(1)
+        self._links: dict[int, PythonLink] = {}  # by descriptor
+        self._lock = threading.Lock()  # of the links and the threads
+        self._threads: set[threading.Thread] = set()
+        self._born = itertools.count(1)
+        self._closed = False
+        self._epoll = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)  # each ring wakes one thread; none reads it
+        self._next_tick = 0.0
+        self._timer_sleeps = False
+        self._wake_timer = threading.Event()
+        self._timer = threading.Thread(target=self._watch_time, name=f"telegrad-{name}-timer", daemon=True)
+        self._start_thread()
+
+    def start(self) -> None:
+        """From now on the timer ticks."""
+        self._timer.start()
+
+    # --- links --------------------------------------------------------------------------------------------------
+
+    def adopt(self, stream: Stream, peer_id: int, dialled: bool, pid: int | None = None) -> PythonLink:
+        return PythonLink(stream, peer_id, dialled, pid, self._allocate, self)
+
+    def start_reading(self, link: PythonLink) -> None:
+        with self._lock:
+            if link.closed or self._closed:
+                return
+            self._links[link.fd] = link
+            link.watched = _END if link.dialled else _BYTES
+            self._epoll.register(link.fd, link.watched)
+        if link.pending:
+            self._watch(link, _BYTES)
+
+    def loopback(self, peer_id: int) -> tuple[PythonLink, PythonLink]:
+        """The two ends of a link of this worker to itself: the caller's and the callee's."""
+        from telegrad._transport.sockets import SocketStream
+
+        here, there = (SocketStream(sock) for sock in socket.socketpair())
+        return self.adopt(here, peer_id, True), self.adopt(there, peer_id, False)
+
+    def link_closes(self, link: PythonLink) -> None:
+        with self._lock:
+            if self._links.get(link.fd) is link:
+                del self._links[link.fd]
+                with contextlib.suppress(OSError):
+                    self._epoll.unregister(link.fd)
+
+    def link_broken(self, link: PythonLink, reason: str) -> None:
+        self._events.link_broken(link, reason)
+
+    def finish_sending(self, link: PythonLink) -> None:
+        self.submit(self._flush_blocking, link)
+
+    def _flush_blocking(self, link: PythonLink, _: Any) -> None:
+        with self.blocking():
+            link.flush(math.inf)
+
+    def _watch(self, link: PythonLink, events: int) -> None:
+        if link.watched != events and not link.closed:
+            link.watched = events
+            with contextlib.suppress(OSError, ValueError):  # it is being closed
+                if self._links.get(link.fd) is link:
+                    self._epoll.modify(link.fd, events)
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def start_call(
+        self,
+        link: PythonLink,
+        what: str,
+        started: float,
+        deadline: float,
+        make_message: Callable[[int], Message],
+        buffers: Sequence[memoryview] = (),
+        then: Callable[[Any, Any], None] | None = None,
+        keeps: Any = None,
+    ) -> PendingCall:
+        call_id = next(self._call_ids)
+        pending = PendingCall(link, call_id, what, started, deadline, then, keeps)
+        try:
+            link.pending[call_id] = pending
+            link.send(make_message(call_id), buffers, deadline)
+            if then is not None:
+                self.wake_before(deadline)
+                if not link.reader:  # a thread that reads looks at what is pending when it is done
+                    self._watch(link, _BYTES)
+        except BaseException:  # a Ctrl-C before it was sent: no answer will come
+            link.pending.pop(call_id, None)
+            raise
+        return pending
+
+    def wait(self, pending: PendingCall) -> bool:
+        if pending.outcome is None:
+            here = self._here
+            if here.work is None and here.before_waiting is None:
+                self._wait(pending, pending.link)
+            else:
+                with self.blocking():
+                    self._wait(pending, pending.link)
+        return pending.outcome is not None
+
+    def _wait(self, pending: PendingCall, link: PythonLink) -> None:
+        """Reads the link until the outcome is there, or waits for the thread that reads."""
+        me = threading.get_ident()
+        nested = link.reader == me
+        if nested and link.in_frame:
+            raise UsageError(
+                f"a signal handler or __del__ waits for worker {link.peer_id}, but has interrupted its own thread in "
+                "the middle of a message from there: let another thread make the call"
+            )
+        left = pending.deadline - time.monotonic()
+        try:
+            if not link.reading.acquire(blocking=False):
+                if pending.settled.acquire(timeout=min(max(left, 0.0), threading.TIMEOUT_MAX)):
+                    pending.settled.release()
+                return
+            link.reader = me
+            self._watch(link, _END)
+            poll = link.make_poll() if nested else link.poll
+            while pending.outcome is None and not link.closed and left > 0:
+                if self._look(link, poll) or poll.poll(min(left, 60.0) * 1000 + 1):
+                    self._queue(self._receive(link))
+                left = pending.deadline - time.monotonic()
+        finally:
+            if link.reader == me and not nested:
+                link.reader = 0
+            with contextlib.suppress(RuntimeError):  # the interrupt came before the lock was taken
+                link.reading.release()
+            if not nested and not link.reader:
+                self._watch(link, _BYTES if link.pending else _END)
+
+    def settle(self, pending: PendingCall, outcome: Exception) -> bool:
+        if pending.link.pending.pop(pending.call_id, None) is None:
+            return False
+        works: list[Work] = []
+        self._settle(pending, outcome, works)
+        if self._closed:
+            for work in works:
+                self._run(work)
+        else:
+            self._queue(works)
+        return True
+
+    def _settle(self, pending: PendingCall, outcome: Frame | Exception, works: list[Work]) -> None:
+        pending.outcome = outcome
+        pending.keeps = None
+        pending.settled.release()
+        if pending.then is not None and not pending.waited_for:
+            works.append(Work(False, pending.then, pending.link, pending))
+
+    # --- what arrives -------------------------------------------------------------------------------------------
+
+    def _receive(self, link: PythonLink) -> list[Work]:
+        """Reads once.  Settles answers and handles quick messages; returns what may block."""
+        works: list[Work] = []
+        allowed = FROM_DIALLED if link.dialled else FROM_DIALLER
+        for frame in link.receive():
+            kind = type(frame.message)
+            if kind not in allowed:
+                dialler = "this worker" if link.dialled else "the peer"
+                link.fail(f"it sent a {kind.__name__} on a connection that {dialler} made")
+                break
+            how, handler = self._handlers[kind]
+            if how is How.ANSWER:
+                pending = link.pending.pop(frame.message.call_id, None)  # type: ignore[union-attr]
+                if pending is not None:
+                    self._settle(pending, frame, works)
+                else:
+                    works.append(Work(False, handler, link, frame))
+            elif how is How.QUICK:
+                handler(link, frame)
+            else:
+                works.append(Work(how is How.CALL, handler, link, frame))
+        return works
+
+    def _look(self, link: PythonLink, poll: select.poll) -> bool:
+        """Looks for bytes for a moment, while no call of this worker could use the processor."""
+        if poll.poll(0):
+            return True
+        if _CORES < 2:
+            return False
+        end = time.perf_counter() + SPIN
+        while not self._scheduler.calls_running and time.perf_counter() < end:
+            os.sched_yield()
+            if poll.poll(0):
+                return True
+        return False
+
+    # --- threads ------------------------------------------------------------------------------------------------
+
+    def submit(self, act: Act, first: Any = None, second: Any = None, call: bool = False) -> None:
+        self._queue([Work(call, act, first, second)])
+
+    def _queue(self, works: Sequence[Work]) -> None:
+        if works:
+            if self._scheduler.add(works):
+                self._ring()
+            if self._timer_sleeps:
+                self._wake_timer.set()
+
+    def _ring(self) -> None:
+        """Wakes one idle thread."""
+        with contextlib.suppress(OSError, ValueError):  # closed
+            os.eventfd_write(self._bell, 1)
+
+    def serves_here(self) -> bool:
+        return self._here.serves
+
+    def before_waiting(self, act: Callable[[], None] | None) -> Callable[[], None] | None:
+        before, self._here.before_waiting = self._here.before_waiting, act
+        return before
+
+    @contextlib.contextmanager
+    def blocking(self) -> Iterator[None]:
+        here = self._here
+        if here.before_waiting is not None:
+            here.before_waiting()
+        work = here.work
+        if work is None:  # not a thread that runs something for another worker, or it waits already
+            yield
+            return
+        here.work = None
+        link, me = here.link, here.me
+        queued = link is None
+        self._give_up_link()
+        grow, wake = self._scheduler.begin_waiting(work.is_call, queued)
+        if grow:
+            self._start_thread()
+        if wake:
+            self._ring()
+        try:
+            yield
+        finally:
+            self._scheduler.end_waiting(work.is_call, queued)
+            here.work, here.link, here.me = work, link, me
+
+    def _give_up_link(self, works: Sequence[Work] = ()) -> None:
+        here = self._here
+        link, here.link = here.link, None
+        if link is not None and self._scheduler.give_up(link, here.me, works):
+            if link.has_unsent:
+                link.flush(0.0)
+            self._watch(link, _BYTES)
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            thread = threading.Thread(target=self._serve, name=f"telegrad-{self._name}-{next(self._born)}", daemon=True)
+            self._threads.add(thread)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system gives no more threads
+                self._threads.discard(thread)
+                self._scheduler.not_started()
+                log.error("worker %r cannot start a thread: %s", self._name, error)
+
+    def _serve(self) -> None:
+        """The main function of a thread, which begins as an idle one."""
+        try:
+            self._here.serves = True
+            self._on_thread_start()
+            while not self._closed:
+                if not self._serve_next():
+                    return
+        finally:
+            with self._lock:
+                self._threads.discard(threading.current_thread())
+
+    def _serve_next(self) -> bool:
+        """Waits for something to do and does it.  False: this thread is surplus."""
+        events = self._epoll.poll(_SURPLUS_SECONDS, 1)
+        if not events:
+            return not self._scheduler.is_surplus()
+        link = self._links.get(events[0][0])
+        if link is None:  # the bell, or a link that was closed meanwhile
+            if self._scheduler.stop_idling():
+                self._start_thread()
+        elif link.dialled:
+            link.watched = 0
+            if self._scheduler.stop_idling():
+                self._start_thread()
+            self._read_answers(link)
+        else:
+            link.watched = 0
+            owns, grow = self._scheduler.own(link, me := object())
+            if grow:
+                self._start_thread()
+            if not owns:
+                return True  # its owner watches it again when it is done
+            self._serve_link(link, me)
+        self._serve_queues()
+        return True
+
+    def _read_answers(self, link: PythonLink) -> None:
+        """No thread waits for the answers that arrived."""
+        if not link.reading.acquire(blocking=False):
+            return  # the thread that reads watches it again
+        try:
+            link.reader = threading.get_ident()
+            works = self._receive(link)
+        finally:
+            link.reader = 0
+            link.reading.release()
+            self._watch(link, _BYTES if link.pending else _END)
+        if works:
+            self._scheduler.add(works)  # this thread comes to the queues next
+
+    def _serve_link(self, link: PythonLink, me: object) -> None:
+        """Reads and runs what arrives, until nothing does for a moment or the link is lost."""
+        scheduler, here = self._scheduler, self._here
+        here.link, here.me = link, me
+        works: Sequence[Work] = ()
+        while True:
+            if self._timer_sleeps:
+                self._wake_timer.set()
+            works = self._receive(link)
+            if link.slow or scheduler.can_take():
+                break
+            work, works = scheduler.next_of_link(link, me, None, works), ()
+            while work is not None:
+                self._run(work)
+                work = scheduler.next_of_link(link, me, work)
+            if link.owner is not me:
+                here.link = None
+                return
+            if link.has_unsent:
+                link.flush(0.0)
+            if link.closed or not self._look(link, link.poll):
+                break
+        self._give_up_link(works)
+
+    def _serve_queues(self) -> None:
+        """Runs what is queued; after that the thread is idle."""
+        scheduler = self._scheduler
+        work = scheduler.take(None)
+        while work is not None:
+            if scheduler.can_take():
+                self._ring()
+            begun = time.monotonic()
+            self._run(work)
+            if work.is_call and isinstance(work.first, LinkSchedule) and time.monotonic() - begun < TICK:
+                work.first.slow = False
+            work = scheduler.take(work)
+
+    def _run(self, work: Work) -> None:
+        self._here.work = work
+        try:
+            work.act(work.first, work.second)
+        except BaseException:  # a user's SystemExit too: this thread has more to do
+            log.exception("worker %r failed in an internal task", self._name)
+        self._here.work = None
+
+    def attend(self, link: PythonLink, done: Callable[[], bool]) -> None:
+        scheduler, here, me = self._scheduler, self._here, object()
+        if not scheduler.own(link, me, was_idle=False)[0]:
+            return
+        outer = here.link, here.me, here.work
+        try:
+            self._watch(link, _END)
+            here.link, here.me = link, me
+            while link.owner is me and not link.closed and not done() and self._look(link, link.poll):
+                works = self._receive(link)
+                self._queue([work for work in works if work.is_call])
+                work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
+                while work is not None:
+                    here.work = work
+                    work.act(work.first, work.second)
+                    work = scheduler.next_of_link(link, me, work)
+        finally:
+            here.link, here.me = link, me
+            self._give_up_link()
+            here.link, here.me, here.work = outer
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def wake_before(self, when: float) -> None:
+        if when < self._next_tick:
+            self._next_tick = when
+            self._wake_timer.set()
+
+    def _watch_time(self) -> None:
+        """The timer.  It does nothing that could block."""
+        scheduler, quiet = self._scheduler, 0
+        while not self._closed:
+            quiet = 0 if scheduler.owned or scheduler.has_queued else quiet + 1
+            if quiet > _QUIET_TICKS:
+                self._sleep_until_needed()
+                quiet = 0
+            else:
+                time.sleep(TICK)
+            stuck, wake = scheduler.tick()
+            for link in stuck:
+                assert isinstance(link, PythonLink)
+                if link.has_unsent:
+                    self.submit(lambda link, _: link.flush(0.0), link)
+                self._watch(link, _BYTES)
+            if wake:
+                self._ring()
+            if time.monotonic() >= self._next_tick:
+                self._call_tick()
+
+    def _sleep_until_needed(self) -> None:
+        self._wake_timer.clear()
+        self._timer_sleeps = True
+        if not self._scheduler.owned and not self._scheduler.has_queued and not self._closed:
+            self._wake_timer.wait(max(self._next_tick - time.monotonic(), 0.0))
+        self._timer_sleeps = False
+
+    def _call_tick(self) -> None:
+        self._next_tick = math.inf  # a deadline that is set while we look at them is not lost
+        try:
+            wanted = self._events.tick(time.monotonic())
+        except Exception:
+            log.exception("worker %r failed in a tick", self._name)
+            wanted = time.monotonic() + 1.0
+        self._next_tick = min(self._next_tick, wanted)
+
+    # --- the end, and seeing it ---------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> list[PendingCall]:
+        return [pending for link in list(self._links.values()) for pending in list(link.pending.values())]
+
+    @property
+    def unfinished(self) -> int:
+        """How many works run or are queued."""
+        return self._scheduler.unfinished
+
+    @property
+    def calls_running(self) -> int:
+        return self._scheduler.calls_running
+
+    def close(self, timeout: float) -> None:
+        with self._lock:
+            self._closed = True
+            threads = [*self._threads, self._timer]
+        self._wake_timer.set()
+        self._epoll.modify(self._bell, select.EPOLLIN)  # now it wakes all
+        self._ring()
+        deadline = time.monotonic() + timeout
+        for thread in threads:
+            if thread is not threading.current_thread() and thread.is_alive():
+                thread.join(max(deadline - time.monotonic(), 0.0))
+        for work in self._scheduler.take_all():
+            if isinstance(work.second, PendingCall):  # somebody may wait for its future
+                self._run(work)
+        if not self._threads:
+            self._epoll.close()
+            os.close(self._bell)
+
+    def __repr__(self) -> str:
+        return f"<PythonPlane {self._name}: {len(self._threads)} threads, {self._scheduler!r}>"

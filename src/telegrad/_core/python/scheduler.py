@@ -1,0 +1,231 @@
+"""Which thread reads a link, which thread runs what was read, and when another thread is needed.
+
+No I/O, no clock and no threads of its own: the data plane reports events and does what the answers say.  All decisions
+are made under one lock, so each method is one step.
+
+A thread is *idle*, or it *owns* a link, or it runs work from the queues, or it waits for another worker.  The rules:
+
+1. At least one thread is idle.  A thread that leaves the idle ones as the last is told to start another.
+2. The owner of a link runs what it reads there, in order, on its own thread: short calls cost no hop to another thread.
+3. The owner loses the link, with what it has read and not begun, when it is about to wait for another worker, or when
+   it has been in the same work for a whole tick.  In the second case the link is *slow*: until one of its calls takes
+   less than a tick, each is put into the queue, for a thread of its own.
+4. At most ``limit`` threads run calls; other calls wait in a queue.  A thread that waits for another worker does not
+   count.  Messages are not limited.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+class Work(NamedTuple):
+    """Something to run: ``act(first, second)``."""
+
+    is_call: bool  # counts against the limit
+    act: Callable[[Any, Any], None]
+    first: Any
+    second: Any
+
+
+class LinkSchedule:
+    """What the scheduler knows of one link."""
+
+    def __init__(self) -> None:
+        self.owner: object = None
+        self.unbegun: deque[Work] = deque()  # read by the owner
+        self.begun = 0  # how many the owner has begun
+        self.begun_at_tick = -1  # the same, at the last tick
+        self.running = False  # the owner runs one now
+        self.more = False  # and will run another after it, so answers can be sent together
+        self.slow = False
+
+
+class Scheduler:
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._calls: deque[Work] = deque()
+        self._messages: deque[Work] = deque()
+        self._draining = 0  # threads that run queued messages and do not wait for another worker
+        self._taken = 0  # from the queues, ever
+        self._taken_at_tick = 0
+        self.idle = 1  # the first thread, which is being started
+        self.calls_running = 0  # not counting those whose threads wait for another worker
+        self.unfinished = 0  # works that were added and have not ended
+        self.owned: set[LinkSchedule] = set()
+
+    # --- idle threads -------------------------------------------------------------------------------------------
+
+    def stop_idling(self) -> bool:
+        """An idle thread found something to do.  Whether to start a thread."""
+        with self._lock:
+            self.idle -= 1
+            return self._needs_thread()
+
+    def own(self, link: LinkSchedule, me: object, was_idle: bool = True) -> tuple[bool, bool]:
+        """A thread wants to own a link.  Whether it does, and whether to start a thread."""
+        with self._lock:
+            if link.owner is not None:
+                return False, False
+            link.owner = me
+            self.owned.add(link)
+            if not was_idle:
+                return True, False
+            self.idle -= 1
+            return True, self._needs_thread()
+
+    def _needs_thread(self) -> bool:
+        if self.idle:
+            return False
+        self.idle = 1  # counted before it starts, so that no second one is started
+        return True
+
+    def not_started(self) -> None:
+        """The system refused a thread: the next one that leaves the idle ones asks again."""
+        with self._lock:
+            self.idle -= 1
+
+    def is_surplus(self) -> bool:
+        """An idle thread has had nothing to do for long.  Whether it should end."""
+        with self._lock:
+            if self.idle <= 2:
+                return False
+            self.idle -= 1
+            return True
+
+    # --- the owner of a link ------------------------------------------------------------------------------------
+
+    def next_of_link(
+        self, link: LinkSchedule, me: object, done: Work | None, arrived: Sequence[Work] = ()
+    ) -> Work | None:
+        """The owner has run ``done`` and read ``arrived``: what it runs next.  None also if it has lost the link."""
+        with self._lock:
+            self.unfinished += len(arrived)
+            if done is not None:
+                self._end(done)
+            if link.owner is not me:
+                self._enqueue(arrived)
+                return None
+            link.running = link.more = False
+            unbegun = link.unbegun
+            if arrived:
+                unbegun.extend(arrived)
+            while unbegun:
+                work = unbegun.popleft()
+                if work.is_call:
+                    if self.calls_running >= self._limit:
+                        self._calls.append(work)
+                        continue
+                    self.calls_running += 1
+                link.begun += 1
+                link.running, link.more = True, bool(unbegun)
+                return work
+            return None
+
+    def _end(self, work: Work) -> None:
+        self.unfinished -= 1
+        self.calls_running -= work.is_call
+
+    def give_up(self, link: LinkSchedule, me: object, arrived: Sequence[Work] = ()) -> bool:
+        """The owner lets go of the link, and of what it has read; False if it owned it no more."""
+        with self._lock:
+            self.unfinished += len(arrived)
+            if link.owner is not me:
+                self._enqueue(arrived)
+                return False
+            self._take_away(link)
+            self._enqueue(arrived)
+            return True
+
+    def _take_away(self, link: LinkSchedule) -> None:
+        link.owner, link.running, link.more = None, False, False
+        self.owned.discard(link)
+        self._enqueue(link.unbegun)
+        link.unbegun.clear()
+
+    def tick(self) -> tuple[list[LinkSchedule], bool]:
+        """A tick has passed.  Which links their owners lose, and whether to wake a thread for the queues."""
+        with self._lock:
+            stuck = [link for link in self.owned if link.running and link.begun == link.begun_at_tick]
+            for link in stuck:
+                link.slow = True
+                self._take_away(link)
+            for link in self.owned:
+                link.begun_at_tick = link.begun
+            unattended = self._taken == self._taken_at_tick and bool(self._messages)
+            self._taken_at_tick = self._taken
+            return stuck, unattended or self.can_take()
+
+    # --- the queues ---------------------------------------------------------------------------------------------
+
+    def add(self, works: Sequence[Work]) -> bool:
+        """Puts works into the queues.  Whether to wake a thread: one that drains the messages takes these too."""
+        with self._lock:
+            self.unfinished += len(works)
+            self._enqueue(works)
+            return self._draining == 0 or self.can_take()
+
+    def _enqueue(self, works: Iterable[Work]) -> None:
+        for work in works:
+            (self._calls if work.is_call else self._messages).append(work)
+
+    def can_take(self) -> bool:
+        """Whether there is a call that another thread should begin."""
+        return bool(self._calls) and self.calls_running < self._limit
+
+    def take(self, done: Work | None) -> Work | None:
+        """A thread that owns no link has run ``done``: what it runs next from the queues.  None: it is idle."""
+        with self._lock:
+            if done is not None:
+                self._end(done)
+                self._draining -= not done.is_call
+            if self._messages:
+                self._taken += 1
+                self._draining += 1
+                return self._messages.popleft()
+            if self._calls and self.calls_running < self._limit:
+                self.calls_running += 1
+                self._taken += 1
+                return self._calls.popleft()
+            self.idle += 1
+            return None
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._messages or self._calls)
+
+    def take_all(self) -> list[Work]:
+        """At the end: what no thread has begun."""
+        with self._lock:
+            rest = [*self._messages, *self._calls]
+            self._messages.clear()
+            self._calls.clear()
+            self.unfinished -= len(rest)
+            return rest
+
+    # --- threads that wait for another worker ---------------------------------------------------------------------
+
+    def begin_waiting(self, is_call: bool, queued: bool) -> tuple[bool, bool]:
+        """Of the thread's work: whether it is a call, and whether it came from the queues.
+
+        Whether to start a thread, and whether to wake one.
+        """
+        with self._lock:
+            self.calls_running -= is_call
+            self._draining -= queued and not is_call
+            return self._needs_thread(), bool(self._messages) or self.can_take()
+
+    def end_waiting(self, is_call: bool, queued: bool) -> None:
+        with self._lock:
+            self.calls_running += is_call
+            self._draining += queued and not is_call
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler {self.calls_running} of {self._limit} calls running, {len(self._calls)} calls and "
+            f"{len(self._messages)} messages queued, {self.unfinished} unfinished, {self.idle} threads idle>"
+        )
