@@ -144,7 +144,7 @@ def leftovers() -> dict[str, Any]:
     }
 
 
-NO_LEFTOVERS = {"references": True, "broken": 0, "notes": 0, "calls": 0, "held": 0}
+NO_LEFTOVERS = {"references": True, "broken": 0, "calls": 0, "held": 0}
 
 
 def links() -> list[str]:

@@ -4,8 +4,9 @@ What decides which thread does what is ``scheduler``; here is what they do:
 
 * Idle threads wait in one epoll.  A thread that is woken for an accepted link owns it: it reads, runs what it has read,
   sends the answers together, looks for more during ``SPIN``, and only then lets the epoll watch the link again.
-* A thread that waits for the answer to its own call reads the link itself if no other thread does.  The epoll watches a
-  dialled link for answers only while calls are pending and no thread reads; for its end it watches always.
+* A thread that waits for the answer to its own call reads the link itself if no other thread does.  So the epoll
+  watches a dialled link for answers only while calls are pending that no thread waits for; and an idle one, from the
+  next tick of ``Events`` on, for what may come unasked: a late answer, a segment that is given back.
 * One more thread, the timer, ticks while links are owned or works are queued (``TICK``), and calls ``Events.tick``.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 from telegrad._core.interface import Act, Events, Handlers, How
 from telegrad._core.python.link import PythonLink
 from telegrad._core.python.pending import PendingCall
-from telegrad._core.python.scheduler import LinkSchedule, Scheduler, Work
+from telegrad._core.python.scheduler import STUCK, LinkSchedule, Scheduler, Work
 from telegrad._transport.base import Stream
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import FROM_DIALLED, FROM_DIALLER, Message
@@ -38,7 +39,6 @@ log = logging.getLogger("telegrad.agent")
 SPIN = 100e-6  # Seconds for which a thread looks for the next bytes before it sleeps.
 TICK = 1e-3  # Seconds after which a thread that still runs the same request lets others read its link.
 _SURPLUS_SECONDS = 10.0  # Idle time after which a surplus thread exits.
-_QUIET_TICKS = 10  # Ticks without an owned link after which the timer sleeps.
 
 _END = select.EPOLLRDHUP | select.EPOLLONESHOT
 _BYTES = select.EPOLLIN | _END
@@ -459,12 +459,12 @@ class PythonPlane:
         scheduler, quiet = self._scheduler, 0
         while not self._closed:
             quiet = 0 if scheduler.owned or scheduler.has_queued else quiet + 1
-            if quiet > _QUIET_TICKS:
+            if quiet * TICK > STUCK:
                 self._sleep_until_needed()
                 quiet = 0
             else:
                 time.sleep(TICK)
-            stuck, wake = scheduler.tick()
+            stuck, wake = scheduler.tick(time.monotonic(), time.process_time())
             for link in stuck:
                 assert isinstance(link, PythonLink)
                 if link.has_unsent:
@@ -484,6 +484,9 @@ class PythonPlane:
 
     def _call_tick(self) -> None:
         self._next_tick = math.inf  # a deadline that is set while we look at them is not lost
+        for link in list(self._links.values()):
+            if link.dialled and not link.reader:
+                self._watch(link, _BYTES)
         try:
             wanted = self._events.tick(time.monotonic())
         except Exception:

@@ -12,6 +12,9 @@ A thread is *idle*, or it *owns* a link, or it runs work from the queues, or it 
    less than a tick, each is put into the queue, for a thread of its own.
 4. At most ``limit`` threads run calls; other calls wait in a queue.  A thread that waits for another worker does not
    count.  Messages are not limited.
+5. A function can also wait for another worker where telegrad does not see it, in ``torch.futures.wait_all`` or on a
+   lock of its own.  So when calls are queued, none has begun or ended for ``STUCK`` seconds, and the process has hardly
+   used a processor meanwhile, one call more than the limit may begin.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
+
+
+STUCK = 0.05
+_IDLE_SHARE = 0.2  # of one processor: less than this is "hardly used"
 
 
 class Work(NamedTuple):
@@ -53,6 +60,9 @@ class Scheduler:
         self._draining = 0  # threads that run queued messages and do not wait for another worker
         self._taken = 0  # from the queues, ever
         self._taken_at_tick = 0
+        self._extra = 0  # calls above the limit that may run (rule 5)
+        self._changes = 0  # calls that began or ended, ever
+        self._unchanged = (-1, 0.0, 0.0)  # the number of changes, and since when, and the processor time then
         self.idle = 1  # the first thread, which is being started
         self.calls_running = 0  # not counting those whose threads wait for another worker
         self.unfinished = 0  # works that were added and have not ended
@@ -117,10 +127,10 @@ class Scheduler:
             while unbegun:
                 work = unbegun.popleft()
                 if work.is_call:
-                    if self.calls_running >= self._limit:
+                    if self._is_full():
                         self._calls.append(work)
                         continue
-                    self.calls_running += 1
+                    self._begin_call()
                 link.begun += 1
                 link.running, link.more = True, bool(unbegun)
                 return work
@@ -129,6 +139,14 @@ class Scheduler:
     def _end(self, work: Work) -> None:
         self.unfinished -= 1
         self.calls_running -= work.is_call
+        self._changes += work.is_call
+
+    def _begin_call(self) -> None:
+        self.calls_running += 1
+        self._changes += 1
+
+    def _is_full(self) -> bool:
+        return self.calls_running >= self._limit + self._extra
 
     def give_up(self, link: LinkSchedule, me: object, arrived: Sequence[Work] = ()) -> bool:
         """The owner lets go of the link, and of what it has read; False if it owned it no more."""
@@ -147,9 +165,10 @@ class Scheduler:
         self._enqueue(link.unbegun)
         link.unbegun.clear()
 
-    def tick(self) -> tuple[list[LinkSchedule], bool]:
+    def tick(self, now: float, processor_time: float) -> tuple[list[LinkSchedule], bool]:
         """A tick has passed.  Which links their owners lose, and whether to wake a thread for the queues."""
         with self._lock:
+            self._give_way(now, processor_time)
             stuck = [link for link in self.owned if link.running and link.begun == link.begun_at_tick]
             for link in stuck:
                 link.slow = True
@@ -159,6 +178,17 @@ class Scheduler:
             unattended = self._taken == self._taken_at_tick and bool(self._messages)
             self._taken_at_tick = self._taken
             return stuck, unattended or self.can_take()
+
+    def _give_way(self, now: float, processor_time: float) -> None:
+        """Rule 5."""
+        changes, since, used = self._unchanged
+        if not self._calls:
+            self._extra = 0
+        if not self._calls or self._changes != changes:
+            self._unchanged = self._changes, now, processor_time
+        elif now - since > STUCK:
+            self._extra += processor_time - used < _IDLE_SHARE * (now - since)
+            self._unchanged = self._changes, now, processor_time
 
     # --- the queues ---------------------------------------------------------------------------------------------
 
@@ -175,7 +205,7 @@ class Scheduler:
 
     def can_take(self) -> bool:
         """Whether there is a call that another thread should begin."""
-        return bool(self._calls) and self.calls_running < self._limit
+        return bool(self._calls) and not self._is_full()
 
     def take(self, done: Work | None) -> Work | None:
         """A thread that owns no link has run ``done``: what it runs next from the queues.  None: it is idle."""
@@ -187,8 +217,8 @@ class Scheduler:
                 self._taken += 1
                 self._draining += 1
                 return self._messages.popleft()
-            if self._calls and self.calls_running < self._limit:
-                self.calls_running += 1
+            if self._calls and not self._is_full():
+                self._begin_call()
                 self._taken += 1
                 return self._calls.popleft()
             self.idle += 1
