@@ -107,6 +107,10 @@ class PythonLink(LinkSchedule):
         while self._outbox and self._try_sending(deadline):
             pass
 
+    def sends_here(self) -> bool:
+        """Whether the calling thread is sending: a signal handler has interrupted it."""
+        return self._sender == threading.get_ident()
+
     @property
     def has_unsent(self) -> bool:
         return bool(self._outbox)

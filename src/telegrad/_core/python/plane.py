@@ -74,7 +74,7 @@ class PythonPlane:
         self._here = _Here()
         self._call_ids = itertools.count(1)
         self._links: dict[int, PythonLink] = {}  # by descriptor
-        self._lock = threading.Lock()  # of the links and the threads
+        self._lock = threading.RLock()  # of the links and the threads; see the scheduler's
         self._threads: set[threading.Thread] = set()
         self._born = itertools.count(1)
         self._closed = False
@@ -83,7 +83,8 @@ class PythonPlane:
         self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)  # each ring wakes one thread; none reads it
         self._next_tick = 0.0
         self._timer_sleeps = False
-        self._wake_timer = threading.Event()
+        # Descriptors and not Events, which a ``__del__`` inside of one of their methods could not set.
+        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._timer = threading.Thread(target=self._watch_time, name=f"telegrad-{name}-timer", daemon=True)
         self._start_thread()
 
@@ -178,14 +179,16 @@ class PythonPlane:
         """Reads the link until the outcome is there, or waits for the thread that reads."""
         me = threading.get_ident()
         nested = link.reader == me
-        if nested and link.in_frame:
+        if (nested and link.in_frame) or link.sends_here():
             raise UsageError(
                 f"a signal handler or __del__ waits for worker {link.peer_id}, but has interrupted its own thread in "
-                "the middle of a message from there: let another thread make the call"
+                "the middle of a message to or from there: let another thread make the call"
             )
         left = pending.deadline - time.monotonic()
+        acquired = False
         try:
-            if not link.reading.acquire(blocking=False):
+            acquired = link.reading.acquire(blocking=False)
+            if not acquired:
                 if pending.settled.acquire(timeout=min(max(left, 0.0), threading.TIMEOUT_MAX)):
                     pending.settled.release()
                 return
@@ -199,8 +202,9 @@ class PythonPlane:
         finally:
             if link.reader == me and not nested:
                 link.reader = 0
-            with contextlib.suppress(RuntimeError):  # the interrupt came before the lock was taken
-                link.reading.release()
+            if acquired or not nested:
+                with contextlib.suppress(RuntimeError):  # another thread has it
+                    link.reading.release()
             if not nested and not link.reader:
                 self._watch(link, _BYTES if link.pending else _END)
 
@@ -271,7 +275,7 @@ class PythonPlane:
             if self._scheduler.add(works):
                 self._ring()
             if self._timer_sleeps:
-                self._wake_timer.set()
+                self._wake_timer()
 
     def _ring(self) -> None:
         """Wakes one idle thread."""
@@ -388,7 +392,7 @@ class PythonPlane:
         works: Sequence[Work] = ()
         while True:
             if self._timer_sleeps:
-                self._wake_timer.set()
+                self._wake_timer()
             works = self._receive(link)
             if link.slow or scheduler.can_take():
                 break
@@ -428,31 +432,46 @@ class PythonPlane:
 
     def attend(self, link: PythonLink, done: Callable[[], bool]) -> None:
         scheduler, here, me = self._scheduler, self._here, object()
-        if not scheduler.own(link, me, was_idle=False)[0]:
-            return
         outer = here.link, here.me, here.work
         try:
-            self._watch(link, _END)
             here.link, here.me = link, me
+            if not scheduler.own(link, me, was_idle=False)[0]:
+                return
+            self._watch(link, _END)
             while link.owner is me and not link.closed and not done() and self._look(link, link.poll):
                 works = self._receive(link)
                 self._queue([work for work in works if work.is_call])
                 work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
                 while work is not None:
-                    here.work = work
-                    work.act(work.first, work.second)
+                    self._run_or_raise(work)
                     work = scheduler.next_of_link(link, me, work)
         finally:
             here.link, here.me = link, me
             self._give_up_link()
             here.link, here.me, here.work = outer
 
+    def _run_or_raise(self, work: Work) -> None:
+        """As ``_run``, on a thread of the program: a Ctrl-C is for that thread."""
+        self._here.work = work
+        try:
+            work.act(work.first, work.second)
+        except Exception:
+            log.exception("worker %r failed in an internal task", self._name)
+        except BaseException:
+            self._scheduler.end(work)
+            raise
+        self._here.work = None
+
     # --- time ---------------------------------------------------------------------------------------------------
 
     def wake_before(self, when: float) -> None:
         if when < self._next_tick:
             self._next_tick = when
-            self._wake_timer.set()
+            self._wake_timer()
+
+    def _wake_timer(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            os.eventfd_write(self._alarm, 1)
 
     def _watch_time(self) -> None:
         """The timer.  It does nothing that could block."""
@@ -476,10 +495,12 @@ class PythonPlane:
                 self._call_tick()
 
     def _sleep_until_needed(self) -> None:
-        self._wake_timer.clear()
+        poll = select.poll()
+        poll.register(self._alarm, select.POLLIN)
         self._timer_sleeps = True
-        if not self._scheduler.owned and not self._scheduler.has_queued and not self._closed:
-            self._wake_timer.wait(max(self._next_tick - time.monotonic(), 0.0))
+        needed = self._scheduler.owned or self._scheduler.has_queued or self._closed
+        if not needed and poll.poll(max(self._next_tick - time.monotonic(), 0.0) * 1000):
+            os.eventfd_read(self._alarm)
         self._timer_sleeps = False
 
     def _call_tick(self) -> None:
@@ -513,7 +534,7 @@ class PythonPlane:
         with self._lock:
             self._closed = True
             threads = [*self._threads, self._timer]
-        self._wake_timer.set()
+        self._wake_timer()
         self._epoll.modify(self._bell, select.EPOLLIN)  # now it wakes all
         self._ring()
         deadline = time.monotonic() + timeout
@@ -526,6 +547,7 @@ class PythonPlane:
         if not self._threads:
             self._epoll.close()
             os.close(self._bell)
+            os.close(self._alarm)
 
     def __repr__(self) -> str:
         return f"<PythonPlane {self._name}: {len(self._threads)} threads, {self._scheduler!r}>"

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-
 STUCK = 0.05
 _IDLE_SHARE = 0.2  # of one processor: less than this is "hardly used"
 
@@ -54,7 +53,8 @@ class LinkSchedule:
 class Scheduler:
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may run a ``__del__`` inside, which may ``add`` works.
+        self._lock = threading.RLock()
         self._calls: deque[Work] = deque()
         self._messages: deque[Work] = deque()
         self._draining = 0  # threads that run queued messages and do not wait for another worker
@@ -135,6 +135,11 @@ class Scheduler:
                 link.running, link.more = True, bool(unbegun)
                 return work
             return None
+
+    def end(self, work: Work) -> None:
+        """The owner's work was interrupted, and it asks for no other."""
+        with self._lock:
+            self._end(work)
 
     def _end(self, work: Work) -> None:
         self.unfinished -= 1
