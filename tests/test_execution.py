@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import math
 import operator
 import threading
@@ -464,6 +465,29 @@ def test_the_argument_that_cannot_be_sent_is_named(
 ) -> None:
     with pytest.raises(SerializationError, match=what):
         call("b", train_step, args, kwargs)
+
+
+def generated() -> Any:
+    return (number for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (generated, "type generator.*; send a list, or an RRef to an object whose method gives the next item$"),
+        (generate_async, "type async_generator.*; send a list, or an RRef to an object"),
+        (torch.futures.Future, "type Future.*; wait for the future first, and send its value$"),
+        (lambda: relay("b", 1), "type coroutine.*; await it first, and send its result$"),
+    ],
+)
+@pytest.mark.parametrize("allow_pickle", [True, False])
+def test_what_cannot_be_an_argument(make: Callable[[], Any], advice: str, allow_pickle: bool) -> None:
+    argument = make()
+    with cluster("a", "b", allow_pickle=allow_pickle) as workers, workers.on("a"):
+        with pytest.raises(SerializationError, match=advice):
+            rpc.rpc_sync("b", train_step, ([argument],))
+    if inspect.iscoroutine(argument):
+        argument.close()
 
 
 def test_the_argument_of_a_function_by_value_is_named(trio: Cluster) -> None:
