@@ -467,6 +467,25 @@ def test_the_argument_that_cannot_be_sent_is_named(
         call("b", train_step, args, kwargs)
 
 
+@pytest.mark.parametrize(
+    ("args", "kwargs", "what"),
+    [
+        ((LOCK,), {}, r"^argument 1 of method 'set' for worker '[ab]' cannot be sent: .*type lock"),
+        ((1, {"x": (LOCK,)}), {}, r"^argument 2\['x'\]\[0\] of method 'set' for worker '[ab]' cannot be sent"),
+        ((1,), {"count": LOCK}, r"^argument 'count' of method 'set' for worker '[ab]' cannot be sent"),
+        ((), {"count": [LOCK]}, r"^argument 'count'\[0\] of method 'set' for worker '[ab]' cannot be sent"),
+    ],
+)
+@pytest.mark.parametrize("call", [rpc.RRef.rpc_sync, rpc.RRef.rpc_async, rpc.RRef.remote])
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_the_argument_of_a_proxy_that_cannot_be_sent_is_named(
+    trio: Cluster, owner: str, call: Callable[..., Any], args: Any, kwargs: Any, what: str
+) -> None:
+    rref = rpc.remote(owner, Counter, (0,))
+    with pytest.raises(SerializationError, match=what):
+        call(rref).set(*args, **kwargs)
+
+
 def generated() -> Any:
     return (number for number in range(3))
 
