@@ -293,9 +293,15 @@ def awaitable() -> Any:
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
-        (generate, r"type generator.*return a list, or an RRef to an object"),
+        (
+            generate,
+            r"^the result of generate cannot be sent back: .*type generator.*return a list, or an RRef to an object",
+        ),
         (generate_async, r"type async_generator.*return a list, or an RRef to an object"),
-        (awaitable, r"the result\['result'\] cannot be sent back.*type coroutine.*make the function `async def`"),
+        (
+            awaitable,
+            r"the result\['result'\] of awaitable cannot be sent back.*type coroutine.*make the function `async def`",
+        ),
     ],
 )
 def test_what_cannot_be_a_result(
@@ -438,14 +444,79 @@ def test_peers_do_not_share_a_function() -> None:
     assert received.load(1, pickled) is not received.load(2, pickled)
 
 
+# --- which result cannot be sent --------------------------------------------------------------------------------------
+
+LOCK = threading.Lock()
+
+
+class Locked:
+    def lock(self) -> Any:
+        return [LOCK]
+
+    async def lock_later(self) -> Any:
+        return [LOCK]
+
+
+class Nameless:
+    def __call__(self) -> Any:
+        return LOCK
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+@rpc.functions.async_execution
+def future_of_lock() -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(LOCK)
+    return future
+
+
+async def lock_later() -> Any:
+    return {"lock": LOCK}
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: rpc.rpc_sync("b", lock_later), "the result['lock'] of lock_later"),
+        (lambda: rpc.rpc_sync("b", future_of_lock), "the result of future_of_lock"),
+        (lambda: rpc.rpc_sync("b", "nameless"), "the result of Nameless"),
+        (lambda: rpc.rpc_sync("b", lambda: threading.Lock()), "the result of <lambda>.<locals>.<lambda>"),
+        (lambda: rpc.remote("b", Locked).rpc_sync().lock(), "the result[0] of method 'lock'"),
+        (lambda: rpc.remote("b", Locked).rpc_sync().lock_later(), "the result[0] of method 'lock_later'"),
+        (lambda: rpc.remote("a", Locked).rpc_sync().lock(), "the result[0] of method 'lock'"),
+    ],
+)
+def test_the_function_whose_result_cannot_be_sent_is_named_once(
+    trio: Cluster, call: Callable[[], Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(callables._exported, "nameless", Nameless())
+    error = error_of(call)
+    assert error.startswith(f"{what} cannot be sent back: cannot send a value of type lock: ")
+    assert error.count("cannot be sent back") == error.count("type lock") == 1
+    assert "This was raised on worker" in error
+
+
+def test_a_value_that_cannot_be_fetched_is_named_once(trio: Cluster) -> None:
+    rref = rpc.remote("b", lock_later)
+    error = error_of(rref.to_here)
+    assert error.startswith("the value['lock'] of reference 0:0 cannot be sent: cannot send a value of type lock: ")
+    assert error.endswith("\n\nThis was raised on worker 'b'.")
+    assert error.count("type lock") == 1
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(SerializationError) as caught:
+        call()
+    return str(caught.value)
+
+
 # --- which argument cannot be sent ---------------------------------------------------------------------------------
 
 
 def train_step(model: Any, lock: Any = None, *rest: Any, **options: Any) -> None:
     """Takes what cannot be sent."""
-
-
-LOCK = threading.Lock()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from telegrad.ids import GlobalId
 from telegrad.rref.references import Owned, References
 from telegrad.rref.rref import UNSET_TIMEOUT, RRef, call_method, handle, receive_handle
 from telegrad.wire.by_value import pickle_of
-from telegrad.wire.callables import export, name_of
+from telegrad.wire.callables import export, name_of, shown
 from telegrad.wire.messages import Call, Fetch, RemoteCall
 from telegrad.wire.values import Route
 
@@ -467,7 +467,7 @@ def _naming_argument(error: SerializationError, peer: Peer, func: Any, value: An
         function = f"method {value[1]!r}"
         what, rest = _argument_of_method(error.path)
     else:
-        function = func if isinstance(func, str) else getattr(func, "__qualname__", None) or repr(func)
+        function = shown(func)
         what, rest = _argument(error.path, func, value, by_name)
     where = f"of {function} for worker {peer.name!r}"
     if not what:

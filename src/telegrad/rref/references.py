@@ -17,7 +17,7 @@ from telegrad.agent.backlog import UserCall
 from telegrad.agent.execution import execute
 from telegrad.agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad.agent.link import Link
-from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.errors import ProtocolError, RpcTimeoutError, SerializationError, TelegradError, WorkerLostError
 from telegrad.ids import GlobalId, IdSource, WorkerId
 from telegrad.rref.instructions import Broken, Free, Instruction, Send
 from telegrad.rref.ledger import Ledger
@@ -293,8 +293,13 @@ class References:
             if value.error is not None:
                 self.agent.answer_failure(link, message.call_id, value.error)
             else:
-                with scope or nullcontext():
-                    self.agent.answer(link, message.call_id, value.get())
+                try:
+                    with scope or nullcontext():
+                        self.agent.answer(link, message.call_id, value.get())
+                except SerializationError as error:
+                    what = f"the value{''.join(error.path)} of reference {GlobalId(*message.rref_id)}"
+                    reason = SerializationError(f"{what} cannot be sent: {error}")
+                    self.agent.answer_failure(link, message.call_id, reason)
 
         value.when_done(answer)
 
