@@ -312,16 +312,14 @@ class Agent:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def answer(self, link: Link, call_id: int, value: Any) -> None:
-        """Sends a result; one that cannot be sent becomes a clear error over there."""
+        """Sends a result.  Raises SerializationError for one that cannot be sent: the call still needs an answer."""
         if value is None:
             link.send(Reply(call_id), more=True)
             return
         try:
             parcel = self.marshal.pack(self.peer(link.peer_id), link, value)
-        except SerializationError as error:
-            where = f"the result{''.join(error.path)}"
-            self.answer_failure(link, call_id, SerializationError(f"{where} cannot be sent back: {error}"))
-            return
+        except SerializationError:
+            raise
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
