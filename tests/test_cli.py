@@ -82,7 +82,7 @@ def test_a_module_runs_too() -> None:
 def test_the_exit_code_is_the_failing_worker_s() -> None:
     result = telegrad("run", "-n", "2", str(PROGRAMS / "ending.py"), "1=3")
     assert result.returncode == 3
-    assert result.stderr.splitlines()[-1].startswith("telegrad | worker1 failed: exit code 3; ")
+    assert result.stderr.splitlines()[-1].startswith("telegrad | worker1 (rank 1) failed: exit code 3; ")
 
 
 def test_a_reader_that_leaves_early_ends_the_job_quietly(tmp_path: Path) -> None:

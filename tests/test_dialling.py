@@ -12,8 +12,8 @@ from support import PATIENCE, eventually, in_thread
 from telegrad import rpc
 from telegrad._agent import agent as agent_module
 from telegrad._agent.agent import Agent
-from telegrad._core.interface import Link
 from telegrad._agent.peers import Peer, PeerState
+from telegrad._core.interface import Link
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 

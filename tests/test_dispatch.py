@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import math
 import operator
 import threading
@@ -292,9 +293,15 @@ def awaitable() -> Any:
 @pytest.mark.parametrize(
     ("function", "advice"),
     [
-        (generate, r"type generator.*return a list, or an RRef to an object"),
+        (
+            generate,
+            r"^the result of generate cannot be sent back: .*type generator.*return a list, or an RRef to an object",
+        ),
         (generate_async, r"type async_generator.*return a list, or an RRef to an object"),
-        (awaitable, r"the result\['result'\] cannot be sent back.*type coroutine.*make the function `async def`"),
+        (
+            awaitable,
+            r"the result\['result'\] of awaitable cannot be sent back.*type coroutine.*make the function `async def`",
+        ),
     ],
 )
 def test_what_cannot_be_a_result(
@@ -437,14 +444,79 @@ def test_peers_do_not_share_a_function() -> None:
     assert received.load(1, pickled) is not received.load(2, pickled)
 
 
+# --- which result cannot be sent --------------------------------------------------------------------------------------
+
+LOCK = threading.Lock()
+
+
+class Locked:
+    def lock(self) -> Any:
+        return [LOCK]
+
+    async def lock_later(self) -> Any:
+        return [LOCK]
+
+
+class Nameless:
+    def __call__(self) -> Any:
+        return LOCK
+
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+
+@rpc.functions.async_execution
+def future_of_lock() -> Any:
+    future: Any = torch.futures.Future()
+    future.set_result(LOCK)
+    return future
+
+
+async def lock_later() -> Any:
+    return {"lock": LOCK}
+
+
+@pytest.mark.parametrize(
+    ("call", "what"),
+    [
+        (lambda: rpc.rpc_sync("b", lock_later), "the result['lock'] of lock_later"),
+        (lambda: rpc.rpc_sync("b", future_of_lock), "the result of future_of_lock"),
+        (lambda: rpc.rpc_sync("b", "nameless"), "the result of Nameless"),
+        (lambda: rpc.rpc_sync("b", lambda: threading.Lock()), "the result of <lambda>.<locals>.<lambda>"),
+        (lambda: rpc.remote("b", Locked).rpc_sync().lock(), "the result[0] of method 'lock'"),
+        (lambda: rpc.remote("b", Locked).rpc_sync().lock_later(), "the result[0] of method 'lock_later'"),
+        (lambda: rpc.remote("a", Locked).rpc_sync().lock(), "the result[0] of method 'lock'"),
+    ],
+)
+def test_the_function_whose_result_cannot_be_sent_is_named_once(
+    trio: Cluster, call: Callable[[], Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(callables._exported, "nameless", Nameless())
+    error = error_of(call)
+    assert error.startswith(f"{what} cannot be sent back: cannot send a value of type lock: ")
+    assert error.count("cannot be sent back") == error.count("type lock") == 1
+    assert "This was raised on worker" in error
+
+
+def test_a_value_that_cannot_be_fetched_is_named_once(trio: Cluster) -> None:
+    rref = rpc.remote("b", lock_later)
+    error = error_of(rref.to_here)
+    assert error.startswith("the value['lock'] of reference 0:0 cannot be sent: cannot send a value of type lock: ")
+    assert error.endswith("\n\nThis was raised on worker 'b'.")
+    assert error.count("type lock") == 1
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    with pytest.raises(SerializationError) as caught:
+        call()
+    return str(caught.value)
+
+
 # --- which argument cannot be sent ---------------------------------------------------------------------------------
 
 
 def train_step(model: Any, lock: Any = None, *rest: Any, **options: Any) -> None:
     """Takes what cannot be sent."""
-
-
-LOCK = threading.Lock()
 
 
 @pytest.mark.parametrize(
@@ -464,6 +536,48 @@ def test_the_argument_that_cannot_be_sent_is_named(
 ) -> None:
     with pytest.raises(SerializationError, match=what):
         call("b", train_step, args, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "what"),
+    [
+        ((LOCK,), {}, r"^argument 1 of method 'set' for worker '[ab]' cannot be sent: .*type lock"),
+        ((1, {"x": (LOCK,)}), {}, r"^argument 2\['x'\]\[0\] of method 'set' for worker '[ab]' cannot be sent"),
+        ((1,), {"count": LOCK}, r"^argument 'count' of method 'set' for worker '[ab]' cannot be sent"),
+        ((), {"count": [LOCK]}, r"^argument 'count'\[0\] of method 'set' for worker '[ab]' cannot be sent"),
+    ],
+)
+@pytest.mark.parametrize("call", [rpc.RRef.rpc_sync, rpc.RRef.rpc_async, rpc.RRef.remote])
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_the_argument_of_a_proxy_that_cannot_be_sent_is_named(
+    trio: Cluster, owner: str, call: Callable[..., Any], args: Any, kwargs: Any, what: str
+) -> None:
+    rref = rpc.remote(owner, Counter, (0,))
+    with pytest.raises(SerializationError, match=what):
+        call(rref).set(*args, **kwargs)
+
+
+def generated() -> Any:
+    return (number for number in range(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (generated, "type generator.*; send a list, or an RRef to an object whose method gives the next item$"),
+        (generate_async, "type async_generator.*; send a list, or an RRef to an object"),
+        (torch.futures.Future, "type Future.*; wait for the future first, and send its value$"),
+        (lambda: relay("b", 1), "type coroutine.*; await it first, and send its result$"),
+    ],
+)
+@pytest.mark.parametrize("allow_pickle", [True, False])
+def test_what_cannot_be_an_argument(make: Callable[[], Any], advice: str, allow_pickle: bool) -> None:
+    argument = make()
+    with cluster("a", "b", allow_pickle=allow_pickle) as workers, workers.on("a"):
+        with pytest.raises(SerializationError, match=advice):
+            rpc.rpc_sync("b", train_step, ([argument],))
+    if inspect.iscoroutine(argument):
+        argument.close()
 
 
 def test_the_argument_of_a_function_by_value_is_named(trio: Cluster) -> None:

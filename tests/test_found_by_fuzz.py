@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from telegrad._agent.link import StreamLink
+from telegrad._agent.notes import Inbox
+from telegrad._agent.plane import Pool
 
 from support import PATIENCE, assert_no_references, eventually, in_thread
 from telegrad import autograd, rpc
 from telegrad._agent import failures, notes
-from telegrad._agent.link import StreamLink
-from telegrad._agent.notes import Inbox
-from telegrad._agent.plane import Pool
 from telegrad._ids import GlobalId, PassId
 from telegrad._rref import ledger
 from telegrad._transport.refusals import LINES, RefusalLog
@@ -181,7 +181,9 @@ def test_values_that_only_a_lost_worker_spoke_of_are_not_expected_any_more(job: 
     assert eventually(lambda: references.counts()["values"] == 11)
     assert eventually(lambda: job["a"].agent.plane.unfinished)
     job.kill("m")
-    assert eventually(lambda: not job["a"].agent.plane.unfinished, PATIENCE / 2)  # the call itself would wait for PATIENCE
+    assert eventually(
+        lambda: not job["a"].agent.plane.unfinished, PATIENCE / 2
+    )  # the call itself would wait for PATIENCE
     assert_no_references([job["a"]])
 
 

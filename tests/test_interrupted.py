@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from support import PATIENCE, assert_no_references, eventually
 from telegrad._agent.outcomes import Outcomes
 from telegrad._agent.plane import Pool
+
+from support import PATIENCE, assert_no_references, eventually
 from telegrad._wire.messages import Failure
 from telegrad._worker import Worker
 from telegrad.errors import SerializationError

@@ -197,21 +197,42 @@ def test_a_failing_worker_ends_the_others_and_gives_its_code() -> None:
     result = launch("ending.py", "1=7", workers=3)
     assert time.monotonic() - started < 30
     assert result.code == 7
-    assert "worker1 failed: exit code 7; ending the other 2 workers" in result.err
+    assert "worker1 has ended early: ending the other 2 workers (SIGKILL in 5 s)" in result.err
     assert "worker1 | the reason" in result.err
+
+
+def test_a_failure_is_shown_once(tmp_path: Path) -> None:
+    """The others print more after it, as they do when they lose a peer."""
+    program = (
+        "import os, pathlib, signal, sys, time\n"
+        f"ready = pathlib.Path({str(tmp_path / 'ready')!r})\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not ready.exists(): time.sleep(0.01)\n"
+        "    raise ValueError('the reason')\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit('ended'))\n"
+        "ready.touch()\n"
+        "time.sleep(60)"
+    )
+    err = io.BytesIO()
+    assert run_workers([sys.executable, "-c", program], 2, stdout=io.BytesIO(), stderr=err) == 1
+    text = err.getvalue().decode()
+    assert "worker0 | ended" in text
+    assert text.count("worker1 | Traceback") == text.count("worker1 | ValueError: the reason") == 1
+    assert text.count("failed") == text.count("exit code") == 1
+    assert text.splitlines()[-1].startswith("telegrad | worker1 (rank 1) failed: exit code 1; ")
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV"])
 def test_a_killed_worker_gives_128_and_the_signal(name: str) -> None:
     result = launch("ending.py", f"0={name}")
     assert result.code == 128 + signal.Signals[name]
-    assert f"worker0 failed: killed by {name}" in result.err
+    assert f"worker0 (rank 0) failed: killed by {name}" in result.err
 
 
 def test_an_exit_code_above_128_is_not_taken_for_a_signal() -> None:
     result = launch("ending.py", "0=139")
     assert result.code == 139
-    assert "worker0 failed: exit code 139" in result.err
+    assert "worker0 (rank 0) failed: exit code 139" in result.err
 
 
 def test_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:

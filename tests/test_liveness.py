@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
+from telegrad._agent.loopback import Direct, MemoryLink
+from telegrad._agent.plane import Pool
 
 from telegrad._agent.liveness import Liveness
-from telegrad._agent.loopback import Direct, MemoryLink
 from telegrad._agent.peers import Peer, WorkerRecord
-from telegrad._agent.plane import Pool
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire.values import Route
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from telegrad import rpc
 from telegrad.compat.rpc import TensorPipeRpcBackendOptions as CompatOptions
 from telegrad.compat.rpc.backend_registry import BackendType, construct_rpc_backend_options
 from telegrad.errors import UsageError
 from telegrad.rpc import RpcBackendOptions, TensorPipeRpcBackendOptions
-from telegrad.rpc.options import SECRET_VARIABLE, check_name, warn_of_short_secret
+from telegrad.rpc import options as options_module
+from telegrad.rpc.options import SECRET_VARIABLE, check_name, warn_of_short_secret, warn_of_unknown_variables
 
 
 def test_the_defaults_are_torchs() -> None:
@@ -144,6 +149,60 @@ def test_a_short_secret_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     warn_of_short_secret(b"x" * 15)
     assert "the secret has 15 characters only" in caplog.text
     assert "xx" not in caplog.text
+
+
+# --- unknown variables ------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [each for each in os.environ if each.startswith("TELEGRAD_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(options_module, "_warned_of", set())
+
+
+@pytest.mark.usefixtures("no_variables")
+@pytest.mark.parametrize(
+    ("variable", "advice"),
+    [
+        ("TELEGRAD_SECRTE", "Did you mean TELEGRAD_SECRET?"),
+        ("TELEGRAD_TIMEOUT", "Did you mean TELEGRAD_RPC_TIMEOUT?"),
+        ("TELEGRAD_num_workers_threads", "Did you mean TELEGRAD_NUM_WORKER_THREADS?"),
+        ("TELEGRAD_XYZ", "Known are TELEGRAD_NUM_WORKER_THREADS, TELEGRAD_RPC_TIMEOUT, "),
+    ],
+)
+def test_an_unknown_variable_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, variable: str, advice: str
+) -> None:
+    monkeypatch.setenv(variable, "hidden")
+    for job in ("first", "second"):
+        init_method = f"file://{tmp_path}/{job}"
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=RpcBackendOptions(init_method=init_method))
+        rpc.shutdown()
+    (warning,) = [record.getMessage() for record in caplog.records if "environment variable" in record.getMessage()]
+    assert warning.startswith(f"the environment variable {variable} is ignored")
+    assert advice in warning
+    assert "hidden" not in warning
+
+
+@pytest.mark.usefixtures("no_variables")
+def test_the_variables_of_this_repository_are_known(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those that the source reads, and those that the launcher, the tests and the benchmarks set."""
+    files = [ROOT / "Makefile", *(ROOT / ".ci").glob("*")]
+    for folder in ("src", "tests", "bench", "examples"):
+        files += (file for file in (ROOT / folder).rglob("*.py") if file != Path(__file__))
+    found = {name for file in files for name in re.findall(r"TELEGRAD_[A-Z_]*[A-Z]", file.read_text())}
+    assert {"TELEGRAD_SECRET", "TELEGRAD_ALLOW_CLOUDPICKLE", "TELEGRAD_COMPAT", "TELEGRAD_FUZZ_EXAMPLES"} <= found
+    for variable in found:
+        monkeypatch.setenv(variable, "1")
+    for name in VARIABLES:
+        monkeypatch.setenv(f"TELEGRAD_{name.upper()}", "1")
+    warn_of_unknown_variables()
+    assert caplog.text == ""
 
 
 # --- others -----------------------------------------------------------------------------------------------------------

@@ -57,6 +57,20 @@ def test_the_example_is_the_one_in_the_examples() -> None:
     assert (ROOT / "examples" / "hello.py").read_text() == fenced(TEXT[README], "python")[0]
 
 
+@pytest.mark.parametrize("heading", ["Gradients", "Training"])
+def test_a_program_under_a_heading_prints_what_follows_it(heading: str, tmp_path: Path) -> None:
+    section = TEXT[README].split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    (program,), (output,) = fenced(section, "py"), fenced(section, "text")
+    (script := tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "telegrad", "run", "--workers", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, output), done.stderr
+
+
+def test_every_program_of_the_readme_is_run() -> None:
+    assert len(fenced(TEXT[README], "py")) == 2  # those of the two headings above
+
+
 # --- links ------------------------------------------------------------------------------------------------------------
 
 

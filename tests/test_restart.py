@@ -46,7 +46,7 @@ def test_killed_and_restarted_training_has_the_losses_of_one_that_was_not(
 ) -> None:
     code, output = train(tmp_path / "killed", str(STEPS), str(fatal))
     assert code != 0
-    assert "worker2 failed: killed by SIGKILL" in output, output
+    assert "worker2 (rank 2) failed: killed by SIGKILL" in output, output
     assert list(losses(output)) == list(range(fatal))
 
     code, output = train(tmp_path / "killed", str(STEPS))

@@ -22,9 +22,9 @@ from telegrad._core.interface import How, Link, Pending
 from telegrad._current import adopt, current_worker
 from telegrad._ids import GlobalId
 from telegrad._rref.references import Owned, References
-from telegrad._rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
+from telegrad._rref.rref import UNSET_TIMEOUT, RRef, call_method, handle, receive_handle
 from telegrad._wire.by_value import pickle_of
-from telegrad._wire.callables import export, name_of
+from telegrad._wire.callables import export, name_of, shown
 from telegrad._wire.messages import Call, Fetch, RemoteCall
 from telegrad._wire.values import Route
 from telegrad.autograd.api import backward
@@ -455,21 +455,41 @@ def _call_value(peer: Peer, func: Any, args: Any, kwargs: Any) -> tuple[str, byt
 
 def _naming_argument(error: SerializationError, peer: Peer, func: Any, value: Any, by_name: bool) -> SerializationError:
     """The error with the argument that it is about; ``value`` is what ``_call_value`` made."""
-    function = func if isinstance(func, str) else getattr(func, "__qualname__", None) or repr(func)
+    if func is call_method:
+        function = f"method {value[1]!r}"
+        what, rest = _argument_of_method(error.path)
+    else:
+        function = shown(func)
+        what, rest = _argument(error.path, func, value, by_name)
     where = f"of {function} for worker {peer.name!r}"
-    if not error.path:
-        return SerializationError(f"an argument {where}: {error}")
-    first, *rest = error.path
+    if not what:
+        return SerializationError(f"an argument {where} cannot be sent: {error}")
+    return SerializationError(f"{what}{''.join(rest)} {where} cannot be sent: {error}")
+
+
+def _argument(path: Sequence[str], func: Any, value: Any, by_name: bool) -> tuple[str, Sequence[str]]:
+    """The argument to which a path leads, and the rest of the path; no text if it leads to none."""
+    if not path:
+        return "", ()
+    first, *rest = path
     place = int(first[1:-1])
     position = place if by_name else place - 1
     if position < 0:
-        what = "the function"
-    elif place == len(value) - 1 and rest:
-        what = f"argument {rest.pop(0)[1:-1]}"
-    else:
-        name = _parameter_name(func, position)
-        what = f"argument {position + 1} ({name!r})" if name else f"argument {position + 1}"
-    return SerializationError(f"{what}{''.join(rest)} {where} cannot be sent: {error}")
+        return "the function", rest
+    if place == len(value) - 1 and rest:
+        return f"argument {rest[0][1:-1]}", rest[1:]
+    name = _parameter_name(func, position)
+    return f"argument {position + 1} ({name!r})" if name else f"argument {position + 1}", rest
+
+
+def _argument_of_method(path: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """The same for a call of a proxy, whose arguments are two of those of ``call_method``: the user's, as a tuple and
+    as a dict."""
+    if len(path) < 2:
+        return "", ()
+    of_call_method, of_method, *rest = path
+    key = of_method[1:-1]
+    return f"argument {int(key) + 1 if of_call_method == '[2]' else key}", rest
 
 
 def _parameter_name(func: Any, index: int) -> str | None:

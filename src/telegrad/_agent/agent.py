@@ -314,10 +314,8 @@ class Agent:
             return
         try:
             parcel = self.marshal.pack(self.peer(link.peer_id), link, value)
-        except SerializationError as error:
-            where = f"the result{''.join(error.path)}"
-            self.answer_failure(link, call_id, SerializationError(f"{where} cannot be sent back: {error}"))
-            return
+        except SerializationError:
+            raise
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return

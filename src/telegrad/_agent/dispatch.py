@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import CoroutineType
+from types import CoroutineType, FunctionType
 from typing import Any
 
 import torch
@@ -14,13 +14,16 @@ import torch
 from telegrad._agent.agent import Agent
 from telegrad._core.interface import Link
 from telegrad._torch import FutureBase
-from telegrad._wire.callables import resolve
+from telegrad._wire.callables import resolve, shown
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Call
-from telegrad.errors import UsageError
+from telegrad.errors import SerializationError, UsageError
 
 #: The mark that ``functions.async_execution`` leaves; torch's own decorator leaves the same.
 ASYNC_MARK = "_wrapped_async_rpc_function"
+
+#: The mark of a function of ours that takes an RRef and the name of a method, and calls that method for the user.
+METHOD_MARK = "_telegrad_calls_method"
 
 _NO_SCOPE = contextlib.nullcontext()
 
@@ -77,7 +80,10 @@ def execute(
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],
 ) -> None:
-    """Runs the function of a message; exactly one of the two callbacks gets the outcome, now or later."""
+    """Runs the function of a message; exactly one of the two callbacks gets the outcome, now or later.
+
+    ``succeed`` may raise SerializationError for a result that cannot be sent; then ``fail`` gets an error that says so.
+    """
     message: Any = frame.message  # a Call or a RemoteCall
     body = message.body
     scope: AbstractContextManager[None] | None = None
@@ -114,23 +120,25 @@ def _run(
     scope: AbstractContextManager[None] | None,
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],
+    called: Any = None,
 ) -> None:
-    """The last of ``args`` are the keyword arguments, or None."""
+    """The last of ``args`` are the keyword arguments, or None.  ``called``: for error texts, if not ``function``."""
     try:
         try:
             with scope or _NO_SCOPE:
                 result = function(*args[:-1], **(args[-1] or {}))
                 if type(result) is CoroutineType and not is_async(function):
-                    _await(agent, result, scope, succeed, fail)
+                    _await(agent, result, scope, succeed, fail, _called(function, args) if called is None else called)
                     return
         finally:
             if not torch.is_grad_enabled():
                 torch.set_grad_enabled(True)  # the function turned gradients off for good; the thread has more to do
         if type(result) is Later:
             run = result.run
+            called = _called(function, args) if called is None else called
 
             def go_on(*_: Any) -> None:
-                _run(agent, run, (None,), scope, succeed, fail)
+                _run(agent, run, (None,), scope, succeed, fail, called)
 
             result.when_ready(lambda: agent.plane.submit(go_on, call=True))
             return
@@ -143,11 +151,36 @@ def _run(
     except BaseException as error:
         fail(error)
         return
+    called = _called(function, args) if called is None else called
     if future is None:
-        with scope or _NO_SCOPE:
-            succeed(result)
+        _succeed(result, scope, succeed, fail, called)
     else:
-        _when_done(future, scope, succeed, fail)
+        _when_done(future, scope, succeed, fail, called)
+
+
+def _called(function: Any, args: Any) -> Any:
+    """What was called, as the caller wrote it: a function, or the text for a method.  It keeps no arguments alive."""
+    if type(function) is FunctionType and METHOD_MARK in vars(function) and len(args) > 1 and type(args[1]) is str:
+        return f"method {args[1]!r}"
+    return function
+
+
+def _succeed(
+    value: Any,
+    scope: AbstractContextManager[None] | None,
+    succeed: Callable[[Any], None],
+    fail: Callable[[BaseException], None],
+    called: Any,
+) -> None:
+    try:
+        with scope or _NO_SCOPE:
+            succeed(value)
+    except SerializationError as error:
+        try:
+            name = shown(called)
+        except Exception:  # of the __repr__ of a callable object
+            name = type(called).__qualname__
+        fail(SerializationError(f"the result{''.join(error.path)} of {name} cannot be sent back: {error}"))
 
 
 def _await(
@@ -156,6 +189,7 @@ def _await(
     scope: AbstractContextManager[None] | None,
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],
+    called: Any,
 ) -> None:
     """Runs the coroutine of an ``async def`` function; the calling thread does not wait for it."""
 
@@ -163,8 +197,7 @@ def _await(
         if error is not None:
             fail(error)
         else:
-            with scope or _NO_SCOPE:
-                succeed(value)
+            _succeed(value, scope, succeed, fail, called)
 
     agent.coroutines.run(coroutine, done)
 
@@ -174,6 +207,7 @@ def _when_done(
     scope: AbstractContextManager[None] | None,
     succeed: Callable[[Any], None],
     fail: Callable[[BaseException], None],
+    called: Any,
 ) -> None:
     def done(future: torch.futures.Future[Any]) -> None:
         try:
@@ -181,7 +215,6 @@ def _when_done(
         except BaseException as error:
             fail(error)
         else:
-            with scope or _NO_SCOPE:
-                succeed(value)
+            _succeed(value, scope, succeed, fail, called)
 
     future.add_done_callback(done)

@@ -41,7 +41,7 @@ def failure_of(
         text = "(its text could not be made)"
     kind = type(error)
     if tells_where:
-        story = story_of(error)
+        story = story_of(error) if _has_story(error) else ""
     else:
         story = "(where, only its own log tells: allow_pickle=False)"
         # The traceback of what telegrad refuses would only show telegrad's own lines.
@@ -99,6 +99,11 @@ def story_of(error: BaseException) -> str:
     return kept or "".join(traceback.format_exception(type(error), error, _user_frames(error)))
 
 
+def _has_story(error: BaseException) -> bool:
+    """Whether there is more to tell than the type and the text: not of an error that was made and never raised."""
+    return bool(error.__traceback__ or error.__cause__ or error.__context__ or _STORY in error.__dict__)
+
+
 def _is_ours(module: str) -> bool:
     return module.startswith(("telegrad._agent", "telegrad._rref", "telegrad._wire"))
 
@@ -111,7 +116,8 @@ def _clean(text: str) -> str:
 def rebuild(failure: Failure, details: Any, allow_any: bool, worker: str) -> Exception:
     """The exception to raise here for one that was raised on that worker."""
     story = printable_lines(failure.traceback.rstrip())
-    text = f"{printable_lines(failure.text)}\n\nThis was raised on worker {worker!r}:\n{story}"
+    where = f"This was raised on worker {worker!r}" + (f":\n{story}" if story else ".")
+    text = f"{printable_lines(failure.text)}\n\n{where}"
     kind = exception_type(failure.type_name, allow_any)
     type_name = printable(failure.type_name.replace(":", "."))
     if kind is None or issubclass(kind, SyntaxError):  # Python prints the file and line that such a one names

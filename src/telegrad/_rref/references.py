@@ -31,7 +31,7 @@ from telegrad._wire.messages import (
     RRefFork,
     UserDelete,
 )
-from telegrad.errors import ProtocolError, RpcTimeoutError, TelegradError, WorkerLostError
+from telegrad.errors import ProtocolError, RpcTimeoutError, SerializationError, TelegradError, WorkerLostError
 
 if TYPE_CHECKING:
     from telegrad._worker import Worker
@@ -293,8 +293,13 @@ class References:
             if value.error is not None:
                 self.agent.answer_failure(link, message.call_id, value.error)
             else:
-                with scope or nullcontext():
-                    self.agent.answer(link, message.call_id, value.get())
+                try:
+                    with scope or nullcontext():
+                        self.agent.answer(link, message.call_id, value.get())
+                except SerializationError as error:
+                    what = f"the value{''.join(error.path)} of reference {GlobalId(*message.rref_id)}"
+                    reason = SerializationError(f"{what} cannot be sent: {error}")
+                    self.agent.answer_failure(link, message.call_id, reason)
 
         value.when_done(answer)
 

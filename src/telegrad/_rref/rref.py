@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from telegrad._agent.dispatch import Deferred, Later, checked_future, is_async
+from telegrad._agent.dispatch import METHOD_MARK, Deferred, Later, checked_future, is_async
 from telegrad._current import current_worker
 from telegrad._ids import GlobalId
 from telegrad._rref.references import Owned, References
@@ -206,6 +206,9 @@ def call_method(rref: RRef[Any], name: str, args: tuple[Any, ...], kwargs: dict[
         return Deferred(checked_future(method, result)) if is_async(method) else result
 
     return with_value(rref, call)
+
+
+setattr(call_method, METHOD_MARK, True)
 
 
 def with_value(rref: RRef[Any], use: Callable[[], T]) -> T | Later:

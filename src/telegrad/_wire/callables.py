@@ -90,6 +90,11 @@ def name_of(function: Any) -> str | None:
     return name
 
 
+def shown(function: Any) -> str:
+    """A function, or its name, in an error text."""
+    return function if isinstance(function, str) else getattr(function, "__qualname__", None) or repr(function)
+
+
 def _is_stale(name: str, function: Any) -> bool:
     """Whether the name means another function by now, as after a cell of a notebook ran again."""
     module_name, _, path = name.partition(":")

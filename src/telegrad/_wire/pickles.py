@@ -117,17 +117,23 @@ def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWrit
 
 def _cannot_pickle(value: Any, error: BaseException) -> SerializationError:
     reason = str(error) or type(error).__name__
-    return SerializationError(f"cannot send a value of type {type(value).__qualname__}: {reason}{advice_on(value)}")
+    return SerializationError(f"cannot send a value of type {type(value).__qualname__}: {reason}")
 
 
-def advice_on(value: Any) -> str:
-    """What to send in place of a value that cannot be sent."""
+def advice_on(value: Any, argument: bool) -> str:
+    """What to send in place of a value that cannot be sent, as an argument of a call or as its result."""
     if isinstance(value, FutureBase):
+        if argument:
+            return "; wait for the future first, and send its value"
         return "; wait for the future over there, or let an async_execution function return it"
     if isinstance(value, (GeneratorType, AsyncGeneratorType)):
-        return "; return a list, or an RRef to an object whose method gives the next item"
+        return f"; {'send' if argument else 'return'} a list, or an RRef to an object whose method gives the next item"
     if inspect.isawaitable(value):
-        return "; make the function `async def` and await it there"
+        return (
+            "; await it first, and send its result"
+            if argument
+            else "; make the function `async def` and await it there"
+        )
     if "torch.jit" in type(value).__module__:
         return "; TorchScript cannot be sent, send the Python function"
     return ""

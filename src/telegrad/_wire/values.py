@@ -62,7 +62,7 @@ def pack(
     try:
         writer, body = _write(value, route, encode_tree, packed)
     except SerializationError as error:
-        raise _located(value, route, encode_tree, error) from error.__cause__
+        raise _located(value, route, encode_tree, error, answered) from error.__cause__
     if not writer.rrefs:
         return Parcel(body, packed.stream, packed.segments)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
@@ -87,7 +87,7 @@ def _write(value: Any, route: Route, encode_tree: Callable[[Any], bytes], packed
         if not route.allow_pickle:
             raise SerializationError(
                 f"cannot send a value of type {type(value).__qualname__} without pickle (allow_pickle=False): "
-                f"only plain data, tensors and references can go{advice_on(value)}"
+                f"only plain data, tensors and references can go"
             ) from reason
         tree = None
         packed.clear()
@@ -103,9 +103,9 @@ _DEEPEST_PATH = 16
 
 
 def _located(
-    value: Any, route: Route, encode_tree: Callable[[Any], bytes], error: SerializationError
+    value: Any, route: Route, encode_tree: Callable[[Any], bytes], error: SerializationError, argument: bool
 ) -> SerializationError:
-    """The error of the smallest part of the value that cannot be sent, with the path to it."""
+    """The error of the smallest part of the value that cannot be sent, with the path to it and advice."""
     route = replace(route, outgoing=None)
     path: list[str] = []
     while len(path) < _DEEPEST_PATH:
@@ -120,6 +120,7 @@ def _located(
                 continue
         else:
             break
+    error.args = (f"{error}{advice_on(value, argument)}",)
     error.path = tuple(path)
     return error
 

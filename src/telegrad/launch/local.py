@@ -140,10 +140,8 @@ class _Sink:
 class _Pipe:
     """One output of one worker, on its way to a sink."""
 
-    def __init__(
-        self, worker: WorkerProcess, fd: int, sink: _Sink, memory: collections.deque[bytes] | None = None
-    ) -> None:
-        self._worker, self._fd, self._sink, self._memory = worker, fd, sink, memory
+    def __init__(self, worker: WorkerProcess, fd: int, sink: _Sink) -> None:
+        self._worker, self._fd, self._sink = worker, fd, sink
         self._splitter = LineSplitter()
         self._held: collections.deque[bytes] | None = None  # the first traceback after an interrupt, and what follows
 
@@ -175,9 +173,6 @@ class _Pipe:
                 first += 1
             self._held.extend(lines[first:])
             lines = lines[:first]
-        if self._memory is not None:
-            self._memory.extend(lines)
-        self._worker.lines_shown += len(lines)
         self._sink.write(self._worker.label, self._worker.colour, lines)
 
 
@@ -190,7 +185,6 @@ class _Launcher:
         self._open_pipes: list[_Pipe] = []
         self._error_pipes: list[_Pipe] = []
         self._failed: WorkerProcess | None = None
-        self._lines_before = 0  # what the others had printed when it failed
         self._received: list[int] = []  # signals, in the order in which they came; SIGKILL for a second SIGINT
         self._announced = 0
         self._deadline: float | None = None  # when those still running are killed, or their open pipes given up
@@ -248,7 +242,7 @@ class _Launcher:
         assert worker.process.stdout is not None
         assert worker.process.stderr is not None
         self._watch(_Pipe(worker, worker.process.stdout.fileno(), self._out), worker.process.stdout.fileno())
-        errors = _Pipe(worker, worker.process.stderr.fileno(), self._err, worker.last_errors)
+        errors = _Pipe(worker, worker.process.stderr.fileno(), self._err)
         self._error_pipes.append(errors)
         self._hold_tracebacks()
         self._watch(errors, worker.process.stderr.fileno())
@@ -281,10 +275,7 @@ class _Launcher:
         worker.note_exit()
         ending = self._received or self._broken
         if worker.exit_code and self._failed is None and not ending:
-            self._failed, self._lines_before = worker, self._lines_of_others(worker)
-
-    def _lines_of_others(self, worker: WorkerProcess) -> int:
-        return sum(other.lines_shown for other in self._workers if other is not worker)
+            self._failed = worker
 
     @property
     def _broken(self) -> bool:
@@ -308,7 +299,7 @@ class _Launcher:
         elif self._deadline is None and (self._failed is not None or self._broken):
             if self._failed is not None:
                 others = "the other worker" if len(running) == 1 else f"the other {len(running)} workers"
-                self._err.say(f"{self._failed.describe()}; ending {others}{self._threat(running)}")
+                self._err.say(f"{self._failed.name} has ended early: ending {others}{self._threat(running)}")
             for worker in running:
                 worker.send(signal.SIGTERM)
             self._deadline = time.monotonic() + self._grace
@@ -339,10 +330,6 @@ class _Launcher:
         failed = self._failed
         if failed is not None:
             assert failed.exit_code is not None
-            buried = self._lines_of_others(failed) > self._lines_before
-            if buried and failed.last_errors:
-                self._err.say(f"the end of {failed.name}'s stderr once more, all of it is above:")
-                self._err.write(failed.label, failed.colour, list(failed.last_errors))
             self._err.say(failed.describe() + failed.hint())
             return failed.exit_code
         if self._broken:

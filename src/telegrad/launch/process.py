@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import os
 import signal
@@ -15,7 +14,6 @@ from telegrad.errors import UsageError
 __all__ = ["WorkerProcess", "end_with", "refuse_breakpoint"]
 
 COLOURS = ("36", "33", "35", "32", "34", "96", "93", "95", "92", "94")  # no red: that reads as an error
-REMEMBERED_LINES = 12  # of a worker's stderr, to be shown again if it was the one that failed
 PR_SET_PDEATHSIG = 1
 
 
@@ -23,13 +21,12 @@ class WorkerProcess:
     """One worker process, and what the launcher knows of it."""
 
     def __init__(self, rank: int, label: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self.rank = rank
         self.label = label
         self.name = label.rstrip()
         self.colour = COLOURS[rank % len(COLOURS)]
         self.exit_code: int | None = None
         self.killed_by = 0  # a signal, or 0
-        self.last_errors: collections.deque[bytes] = collections.deque(maxlen=REMEMBERED_LINES)
-        self.lines_shown = 0
         self.signals_seen = 0
         try:
             self.process = subprocess.Popen(
@@ -74,11 +71,12 @@ class WorkerProcess:
 
     def describe(self) -> str:
         """How it failed, in half a sentence."""
+        who = f"{self.name} (rank {self.rank})"
         if self.killed_by:
             named = self.killed_by in set(signal.Signals)  # real-time signals have numbers only
             by = signal.Signals(self.killed_by).name if named else f"signal {self.killed_by}"
-            return f"{self.name} failed: killed by {by}"
-        return f"{self.name} failed: exit code {self.exit_code}"
+            return f"{who} failed: killed by {by}"
+        return f"{who} failed: exit code {self.exit_code}"
 
     def hint(self) -> str:
         """How to learn more."""

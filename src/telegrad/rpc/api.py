@@ -30,7 +30,7 @@ from telegrad._worker import To, Worker, WorkerInfo
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.rpc.foreign_rpc import Strangers, knock_at
 from telegrad.rpc.network import Network, host_id
-from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret
+from telegrad.rpc.options import RpcBackendOptions, check_name, warn_of_short_secret, warn_of_unknown_variables
 from telegrad.rpc.records import link_key
 from telegrad.rpc.rendezvous import Meeting, NewRoundError
 from telegrad.rpc.stores import StoreGoneError, identity_in, open_store
@@ -78,6 +78,7 @@ def join(name: str, rank: int, world_size: int | None, options: RpcBackendOption
     rank, world_size = identity_in(options.init_method, rank, world_size)
     _check_numbers(rank, world_size)
     warn_of_short_secret(options.secret_bytes())
+    warn_of_unknown_variables()
     _join(name, rank, world_size, options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import math
 import os
@@ -22,6 +23,14 @@ DEFAULT_INIT_TIMEOUT = 300.0
 SECRET_VARIABLE = "TELEGRAD_SECRET"
 HOST_VARIABLE = "TELEGRAD_HOST"
 MIN_SECRET = 16  # characters
+
+_PREFIX = "TELEGRAD_"
+#: What follows the prefix in the names of the variables that a user may set.
+_VARIABLES = (
+    "NUM_WORKER_THREADS RPC_TIMEOUT SECRET TRANSPORTS HOST PORT TLS_CERTIFICATE TLS_KEY TLS_CA HEARTBEAT INIT_TIMEOUT "
+    "ALLOW_PICKLE ALLOW_CLOUDPICKLE"
+).split()
+_OWN_VARIABLES = "COMPAT CONFORMANCE FUZZ_EXAMPLES".split()  # set by ``telegrad compat`` and by our tests
 
 TRANSPORTS = ("unix", "tcp")
 
@@ -166,6 +175,26 @@ def warn_of_short_secret(secret: bytes | None) -> None:
         )
 
 
+_warned_of: set[str] = set()
+
+
+def warn_of_unknown_variables() -> None:
+    """Once for each environment variable that looks like an option and is none."""
+    for variable in sorted(os.environ.keys() - _warned_of):
+        name = variable.removeprefix(_PREFIX)
+        if name == variable or name in _VARIABLES or name in _OWN_VARIABLES:
+            continue
+        _warned_of.add(variable)
+        nearest = difflib.get_close_matches(name.upper(), _VARIABLES, n=1)
+        meant = nearest or _VARIABLES
+        log.warning(
+            "the environment variable %s is ignored: telegrad knows no such option. %s %s",
+            variable,
+            "Did you mean" if nearest else "Known are",
+            ", ".join(_PREFIX + each for each in meant) + ("?" if nearest else ""),
+        )
+
+
 def _option(
     name: str,
     value: Any,
@@ -177,7 +206,7 @@ def _option(
     if value is not UNSET:
         check(name, value)
         return value
-    variable = f"TELEGRAD_{name.upper()}"
+    variable = _PREFIX + name.upper()
     text = os.environ.get(variable, "").strip()
     if not text:
         return default
