@@ -186,8 +186,7 @@ class PythonPlane:
         left = pending.deadline - time.monotonic()
         try:
             if not link.reading.acquire(blocking=False):
-                if pending.settled.acquire(timeout=min(max(left, 0.0), threading.TIMEOUT_MAX)):
-                    pending.settled.release()
+                _wait_until_settled(pending)
                 return
             link.reader = me
             self._watch(link, _END)
@@ -203,6 +202,8 @@ class PythonPlane:
                 link.reading.release()
             if not nested and not link.reader:
                 self._watch(link, _BYTES if link.pending else _END)
+        if pending.outcome is None and link.closed:  # the thread that closed it fails its calls in a moment
+            _wait_until_settled(pending)
 
     def settle(self, pending: PendingCall, outcome: Exception) -> bool:
         if pending.link.pending.pop(pending.call_id, None) is None:
@@ -526,3 +527,10 @@ class PythonPlane:
 
     def __repr__(self) -> str:
         return f"<PythonPlane {self._name}: {len(self._threads)} threads, {self._scheduler!r}>"
+
+
+def _wait_until_settled(pending: PendingCall) -> None:
+    """Or until its deadline."""
+    left = pending.deadline - time.monotonic()
+    if pending.settled.acquire(timeout=min(max(left, 0.0), threading.TIMEOUT_MAX)):
+        pending.settled.release()
