@@ -43,6 +43,7 @@ _QUIET_TICKS = 10  # Ticks without an owned link after which the timer sleeps.
 _END = select.EPOLLRDHUP | select.EPOLLONESHOT
 _BYTES = select.EPOLLIN | _END
 _CORES = len(os.sched_getaffinity(0))
+_LONGEST_POLL = 1.0  # Seconds after which a thread notices a close that came just before its poll.
 
 
 class _Here(threading.local):
@@ -192,7 +193,7 @@ class PythonPlane:
             self._watch(link, _END)
             poll = link.make_poll() if nested else link.poll
             while pending.outcome is None and not link.closed and left > 0:
-                if self._look(link, poll) or poll.poll(min(left, 60.0) * 1000 + 1):
+                if self._look(link, poll) or poll.poll(min(left, _LONGEST_POLL) * 1000 + 1):
                     self._queue(self._receive(link))
                 left = pending.deadline - time.monotonic()
         finally:
