@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from support import PATIENCE, eventually, in_thread, no_new_threads
 from telegrad._core.interface import How
+from telegrad._core.python import plane as plane_module
 from telegrad._core.python.link import PythonLink
 from telegrad._core.python.plane import PythonPlane
 from telegrad._transport.sockets import SocketStream
@@ -74,3 +76,31 @@ def test_a_call_whose_link_was_closed_waits_for_the_reason(sides: tuple[Side, Si
     caller.plane.settle(pending, WorkerLostError("lost"))
     assert waiting()
     assert isinstance(pending.outcome, WorkerLostError)
+
+
+def test_an_answer_is_noticed_if_its_call_begins_while_another_thread_stops_reading(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, callee = sides
+    done, stopped = threading.Event(), threading.Event()
+    watch, ends = PythonPlane._watch, []
+
+    def watch_late(plane: PythonPlane, link: PythonLink, events: int) -> None:
+        """Between the decision of the thread that stops reading and its deed, another thread makes a call."""
+        if events == plane_module._END and not link.reader and not ends:
+            ends.append(events)
+            callee.handlers[Call] = (How.CALL, answer_late)
+            in_thread(lambda: caller.call(lambda *_: done.set()))()
+            watch(plane, link, events)
+            stopped.set()
+        else:
+            watch(plane, link, events)
+
+    def answer_late(link: Any, frame: Any) -> None:
+        assert stopped.wait(PATIENCE)
+        answer(link, frame)
+
+    monkeypatch.setattr(PythonPlane, "_watch", watch_late)
+    assert caller.plane.wait(caller.call())
+    assert ends
+    assert done.wait(PATIENCE / 2)

@@ -75,7 +75,7 @@ class PythonPlane:
         self._here = _Here()
         self._call_ids = itertools.count(1)
         self._links: dict[int, PythonLink] = {}  # by descriptor
-        self._lock = threading.Lock()  # of the links and the threads
+        self._lock = threading.RLock()  # of the links and the threads; a signal handler may dial, or wait
         self._threads: set[threading.Thread] = set()
         self._born = itertools.count(1)
         self._closed = False
@@ -133,10 +133,17 @@ class PythonPlane:
 
     def _watch(self, link: PythonLink, events: int) -> None:
         if link.watched != events and not link.closed:
-            link.watched = events
-            with contextlib.suppress(OSError, ValueError):  # it is being closed
+            with self._lock, contextlib.suppress(OSError, ValueError):  # it is being closed
+                link.watched = events
                 if self._links.get(link.fd) is link:
                     self._epoll.modify(link.fd, events)
+
+    def _watch_for_answers(self, link: PythonLink) -> None:
+        """The calling thread has stopped to read a dialled link."""
+        if not link.pending:
+            self._watch(link, _END)
+        if link.pending:  # it is looked at again: a call that began meanwhile may have watched the link before us
+            self._watch(link, _BYTES)
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -202,7 +209,7 @@ class PythonPlane:
             with contextlib.suppress(RuntimeError):  # the interrupt came before the lock was taken
                 link.reading.release()
             if not nested and not link.reader:
-                self._watch(link, _BYTES if link.pending else _END)
+                self._watch_for_answers(link)
         if pending.outcome is None and link.closed:  # the thread that closed it fails its calls in a moment
             _wait_until_settled(pending)
 
@@ -379,7 +386,7 @@ class PythonPlane:
         finally:
             link.reader = 0
             link.reading.release()
-            self._watch(link, _BYTES if link.pending else _END)
+            self._watch_for_answers(link)
         if works:
             self._scheduler.add(works)  # this thread comes to the queues next
 
