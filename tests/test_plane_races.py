@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from telegrad._core.python import plane as plane_module
 from telegrad._core.python.link import PythonLink
 from telegrad._core.python.plane import PythonPlane
 from telegrad._transport.sockets import SocketStream
-from telegrad._wire.messages import Call, Reply
+from telegrad._wire.messages import Call, Reply, Taken
 from telegrad.errors import WorkerLostError
 
 
@@ -104,3 +106,38 @@ def test_an_answer_is_noticed_if_its_call_begins_while_another_thread_stops_read
     assert caller.plane.wait(caller.call())
     assert ends
     assert done.wait(PATIENCE / 2)
+
+
+def test_a_handler_that_fails_at_once_ends_neither_its_thread_nor_its_link(
+    sides: tuple[Side, Side], caplog: pytest.LogCaptureFixture
+) -> None:
+    caller, callee = sides
+
+    def fail(link: Any, frame: Any) -> None:
+        raise ValueError("a handler with a fault")
+
+    callee.handlers[Taken] = (How.QUICK, fail)
+    caller.link.send(Taken(1))
+    assert caller.plane.wait(caller.call())
+    assert [record for record in caplog.records if record.levelno == logging.ERROR and record.exc_info]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_what_a_message_raises_does_not_count_as_unfinished(error: type[BaseException]) -> None:
+    """A fault of a handler is logged; a Ctrl-C is the attending thread's own."""
+    here, there = socket.socketpair()
+    caller, callee = Side("caller", here, True), Side("callee", there, False, reads=False)
+
+    def fail(link: Any, frame: Any) -> None:
+        raise error
+
+    callee.handlers[Taken] = (How.MESSAGE, fail)
+    caller.link.send(Taken(1))
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+        callee.plane.attend(callee.link, lambda: False)
+    assert not callee.plane.unfinished
+    callee.handlers[Call] = (How.CALL, answer)
+    callee.plane.start_reading(callee.link)
+    assert caller.plane.wait(caller.call())
+    caller.close()
+    callee.close()

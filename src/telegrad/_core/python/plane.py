@@ -252,7 +252,7 @@ class PythonPlane:
                 else:
                     works.append(Work(False, handler, link, frame))
             elif how is How.QUICK:
-                handler(link, frame)
+                self._handle(handler, link, frame)
             else:
                 works.append(Work(how is How.CALL, handler, link, frame))
         return works
@@ -429,17 +429,24 @@ class PythonPlane:
 
     def _run(self, work: Work) -> None:
         self._here.work = work
-        try:
-            work.act(work.first, work.second)
-        except BaseException:  # a user's SystemExit too: this thread has more to do
-            log.exception("worker %r failed in an internal task", self._name)
+        self._handle(work.act, work.first, work.second)
         self._here.work = None
+
+    def _handle(self, act: Act, first: Any, second: Any) -> None:
+        try:
+            act(first, second)
+        except BaseException as error:
+            if not self._here.serves and not isinstance(error, Exception):
+                raise  # a Ctrl-C on a thread of the user's
+            # On a thread of ours a SystemExit too: it has more to do.
+            log.exception("worker %r failed in an internal task", self._name)
 
     def attend(self, link: PythonLink, done: Callable[[], bool]) -> None:
         scheduler, here, me = self._scheduler, self._here, object()
         if not scheduler.own(link, me, was_idle=False)[0]:
             return
         outer = here.link, here.me, here.work
+        work: Work | None = None
         try:
             self._watch(link, _END)
             here.link, here.me = link, me
@@ -448,10 +455,11 @@ class PythonPlane:
                 self._queue([work for work in works if work.is_call])
                 work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
                 while work is not None:
-                    here.work = work
-                    work.act(work.first, work.second)
+                    self._run(work)
                     work = scheduler.next_of_link(link, me, work)
         finally:
+            if work is not None:
+                scheduler.interrupted(work)
             here.link, here.me = link, me
             self._give_up_link()
             here.link, here.me, here.work = outer

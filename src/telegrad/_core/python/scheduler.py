@@ -130,6 +130,11 @@ class Scheduler:
         self.unfinished -= 1
         self.calls_running -= work.is_call
 
+    def interrupted(self, work: Work) -> None:
+        """A thread of the user's, which ran this, was interrupted."""
+        with self._lock:
+            self._end(work)
+
     def give_up(self, link: LinkSchedule, me: object, arrived: Sequence[Work] = ()) -> bool:
         """The owner lets go of the link, and of what it has read; False if it owned it no more."""
         with self._lock:
