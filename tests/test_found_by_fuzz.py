@@ -13,13 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from telegrad._agent.link import StreamLink
-from telegrad._agent.notes import Inbox
-from telegrad._agent.plane import Pool
 
 from support import PATIENCE, assert_no_references, eventually, in_thread
 from telegrad import autograd, rpc
-from telegrad._agent import failures, notes
+from telegrad._agent import failures
+from telegrad._core.python.plane import PythonPlane
 from telegrad._ids import GlobalId, PassId
 from telegrad._rref import ledger
 from telegrad._transport.refusals import LINES, RefusalLog
@@ -28,11 +26,9 @@ from telegrad._wire import codec
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import (
     Body,
-    DropContext,
     Fetch,
     Gradients,
     Message,
-    Note,
     PassHead,
     RemoteCall,
     Reply,
@@ -92,15 +88,15 @@ def send(workers: Cluster, message: Message, to: str = "a") -> None:
 def test_a_link_that_was_closed_before_it_starts_is_not_watched() -> None:
     """The peer may hang up at once, and the descriptor's number be another's by then."""
     here, there = socket.socketpair()
-    pool = Pool("test", 1)
+    plane = PythonPlane("test", 1, {}, None, bytearray)  # type: ignore[arg-type]
     try:
-        link = StreamLink(SocketStream(here), 1, False, pool, None, bytearray)  # type: ignore[arg-type]
+        link = plane.adopt(SocketStream(here), 1, dialled=False)
         link.close()
-        link.start()
-        assert not pool._waking._sources
+        plane.start_reading(link)
+        assert not plane._links
     finally:
         there.close()
-        pool.close(PATIENCE)
+        plane.close(PATIENCE)
 
 
 def test_many_announced_buffers_cost_nothing_until_their_bytes_come() -> None:
@@ -269,19 +265,6 @@ def test_a_pass_whose_root_does_not_exist_is_refused(job: Cluster, caplog: pytes
         assert context is not None
         (message_id,) = context.sends
         head = PassHead(PassId(99, 1, 1), context_id, False, False, False, 1)
-        send(job, Note(1 << 20, 0, Gradients(head, ((message_id, (0,), ()),), True)))
+        send(job, Gradients(head, ((message_id, (0,), ()),), True))
         assert eventually(lambda: "refused a Gradients from worker 'm': no worker 99" in caplog.text)
         assert not job["a"].autograd.passes()
-
-
-# --- notes ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_numbers_of_notes_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One above the bound is neither taken nor acknowledged, so that an honest sender repeats it."""
-    monkeypatch.setattr(notes, "_MOST_SEEN", 100)
-    inbox = Inbox()
-    assert [inbox.accept(1, Note(seq, 0, DropContext(1))) for seq in range(1, 102)] == [True] * 100 + [False]
-    assert inbox.acks_for(1) == tuple(range(1, 101))
-    assert inbox.accept(1, Note(101, 101, DropContext(1)))
-    assert inbox.acks_for(1) == (101,)

@@ -8,7 +8,7 @@ from live_fuzz import functions  # noqa: F401 (what the workers call)
 from live_fuzz.__main__ import feed
 from live_fuzz.adapt import Live
 from live_fuzz.attacker import VictimFailed, VictimProcess
-from live_fuzz.capture import BODY_KINDS, MESSAGE_KINDS, NOTE_KINDS, Corpus, capture
+from live_fuzz.capture import BODY_KINDS, MESSAGE_KINDS, Corpus, capture
 from live_fuzz.growth import growth
 from live_fuzz.minimize import Saved, replay
 from live_fuzz.mutate import Mutator, classify
@@ -27,10 +27,10 @@ def corpus(proof: Proof) -> Corpus:
     return capture(proof, rounds=2)
 
 
-def test_every_message_note_and_kind_of_body_is_captured(corpus: Corpus) -> None:
-    assert corpus.kinds() == MESSAGE_KINDS | NOTE_KINDS
+def test_every_message_and_kind_of_body_is_captured(corpus: Corpus) -> None:
+    assert corpus.kinds() == MESSAGE_KINDS
     assert corpus.features() == BODY_KINDS
-    assert corpus.without_pickle().kinds() == MESSAGE_KINDS | NOTE_KINDS
+    assert corpus.without_pickle().kinds() == MESSAGE_KINDS
     assert len(corpus.frames) > 1000
 
 

@@ -16,9 +16,8 @@ from telegrad._wire.messages import (
     Fetch,
     ForkRequest,
     Gradients,
+    InternalMessage,
     Message,
-    Note,
-    NotePayload,
     PassHead,
     RemoteCall,
     Reply,
@@ -40,14 +39,15 @@ def _positions(kind: Any, first: int) -> dict[str, int]:
 
 
 #: Where the fields of each message stand, by its tag; untagged records have no tag in front.
-FIELDS = {_tag(kind): _positions(kind, 1) for kind in (*get_args(Message), *get_args(NotePayload))}
+FIELDS = {_tag(kind): _positions(kind, 1) for kind in get_args(Message)}
 BODY = _positions(Body, 0)
 _FORK = _positions(RRefFork, 0)
 _HEAD = _positions(PassHead, 0)
-_NOTE, _FETCH, _REMOTE = _tag(Note), _tag(Fetch), _tag(RemoteCall)
+_FETCH, _REMOTE = _tag(Fetch), _tag(RemoteCall)
 _ANSWERS = (_tag(Reply), _tag(Failure))
 _OF_REFERENCES = (_tag(ForkRequest), _tag(UserDelete))
 _GRADIENTS = _tag(Gradients)
+_INTERNAL = frozenset(_tag(kind) for kind in get_args(InternalMessage))
 
 
 @dataclass
@@ -97,9 +97,8 @@ def adapt(rng: random.Random, tree: list[Any], live: Live, call_id: int | None, 
         new = [live.peer, rng.randrange(1 << 40)]
         live.learn(live.references, new)
         tree[fields["rref_id"]] = tree[fields["fork_id"]] = new
-    elif tag == _NOTE:
-        tree[fields["seq"]], tree[fields["floor"]] = rng.randrange(1 << 40), 0  # else it would have come already
-        tree[fields["payload"]] = _adapt_payload(rng, tree[fields["payload"]], live)
+    elif tag in _INTERNAL:
+        _adapt_internal(rng, tree, live)
     return tree
 
 
@@ -122,25 +121,23 @@ def _adapt_fork(rng: random.Random, fork: list[Any], live: Live) -> list[Any]:
     return fork
 
 
-def _adapt_payload(rng: random.Random, payload: list[Any], live: Live) -> list[Any]:
-    payload = list(payload)
-    tag = payload[0]
+def _adapt_internal(rng: random.Random, tree: list[Any], live: Live) -> None:
+    tag = tree[0]
     fields = FIELDS[tag]
     if "pass_id" in fields:
-        payload[fields["pass_id"]] = live.pass_id(rng)
+        tree[fields["pass_id"]] = live.pass_id(rng)
     if "head" in fields:
-        head = payload[fields["head"]] = list(payload[fields["head"]])
+        head = tree[fields["head"]] = list(tree[fields["head"]])
         head[_HEAD["pass_id"]] = live.pass_id(rng)
         head[_HEAD["context_id"]] = live.context(rng)
         if live.sends:
             head[_HEAD["context_id"]], message_id = rng.choice(live.sends)
             name = "messages" if tag == _GRADIENTS else "sends"
-            payload[fields[name]] = [[message_id, *each[1:]] for each in payload[fields[name]][:1]]
+            tree[fields[name]] = [[message_id, *each[1:]] for each in tree[fields[name]][:1]]
         if rng.random() < 0.8:
             head[_HEAD["floor"]] = 0
     elif "context_id" in fields:
-        payload[fields["context_id"]] = live.context(rng)
+        tree[fields["context_id"]] = live.context(rng)
     if tag in _OF_REFERENCES:
-        payload[fields["rref_id"]] = live.reference(rng)
-        payload[fields["fork_id"]] = live.reference(rng)
-    return payload
+        tree[fields["rref_id"]] = live.reference(rng)
+        tree[fields["fork_id"]] = live.reference(rng)

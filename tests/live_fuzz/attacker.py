@@ -24,14 +24,14 @@ import torch
 
 from telegrad import autograd, rpc
 from telegrad._agent.agent import Agent, AgentOptions
-from telegrad._agent.link import Link, StreamLink
 from telegrad._agent.peers import Peer
+from telegrad._core.interface import Link
 from telegrad._current import acting_as
 from telegrad._transport.shared_memory import Proof
 from telegrad._transport.sockets import SocketStream, connect_unix, listen_unix
 from telegrad._wire import codec
 from telegrad._wire.frames import FrameReader, prefix
-from telegrad._wire.messages import Call, Fetch, Note, NoteAck, RemoteCall, Reply
+from telegrad._wire.messages import Call, Fetch, RemoteCall, Reply
 from telegrad._wire.values import Route, pack
 from telegrad._worker import Worker
 from telegrad.errors import ProtocolError, TelegradError
@@ -140,24 +140,19 @@ class VictimProcess:
     def _dial(self, agent: Agent, peer: Peer, timeout: float) -> Link:
         sock = connect_unix(self.address, timeout)
         sock.sendall(HELLO.pack(HONEST))
-        link = self._link(sock, agent, True)
-        link.start()
-        return link
+        return self._link(sock, agent, True)
 
     def _let_in(self, worker: Worker) -> None:
         try:
             while True:
                 sock, _ = self._honest_door.accept()
                 sock.recv(HELLO.size, socket.MSG_WAITALL)
-                link = self._link(sock, worker.agent, False)
-                worker.agent.accepted(link)
-                link.start()
+                worker.agent.accepted(self._link(sock, worker.agent, False))
         except OSError:
             pass  # it is over
 
-    def _link(self, sock: socket.socket, agent: Agent, dialled: bool) -> StreamLink:
-        lend = agent.marshal.buffers.lend
-        return StreamLink(SocketStream(sock), VICTIM, dialled, agent.pool, agent, lend, self.process.pid)
+    def _link(self, sock: socket.socket, agent: Agent, dialled: bool) -> Link:
+        return agent.plane.adopt(SocketStream(sock), VICTIM, dialled, self.process.pid)
 
     def check(self) -> None:
         """The canary: the victim still answers an honest worker, and backward still gives the right gradients."""
@@ -396,8 +391,6 @@ class Attacker:
             elif isinstance(message, Call | RemoteCall | Fetch):
                 context_id = message.body.extra[0] if message.body.extra is not None else None
                 answers.append(self._mutator.answer(member.live, message.call_id, context_id))
-            elif isinstance(message, Note) and self._random.random() < 0.5:
-                answers.append(Input(_frame(NoteAck((message.seq,)))))
         if answers and member.back is not None:
             self._send(member.peer, True, member.back, answers)
 
@@ -412,8 +405,7 @@ class Attacker:
                 live.learn(live.sends, (context_id, message_id))
         for fork in body.rrefs if body is not None else ():
             live.learn(live.references, list(fork.rref_id))
-        payload = message.payload if isinstance(message, Note) else message
-        pass_id = getattr(getattr(payload, "head", payload), "pass_id", None)
+        pass_id = getattr(getattr(message, "head", message), "pass_id", None)
         if pass_id is not None:
             live.learn(live.passes, list(pass_id))
 

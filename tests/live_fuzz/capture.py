@@ -1,4 +1,4 @@
-"""The corpus: frames of every message type and every note, from programs that real workers run."""
+"""The corpus: frames of every message type, from programs that real workers run."""
 
 from __future__ import annotations
 
@@ -16,22 +16,21 @@ from telegrad._ids import GlobalId
 from telegrad._transport.shared_memory import Proof
 from telegrad._wire import codec
 from telegrad._wire.frames import PREFIX
-from telegrad._wire.messages import ForkRequest, Message, Note, NotePayload
+from telegrad._wire.messages import ForkRequest, Message
 
 from .workers import RecordedJob, recorded_job
 
 MOST_OF_A_KIND = 400
 _SECONDS = 10.0
 
-MESSAGE_KINDS = frozenset(kind.__name__ for kind in get_args(Message)) - {"Note"}
-NOTE_KINDS = frozenset(kind.__name__ for kind in get_args(NotePayload))
+MESSAGE_KINDS = frozenset(kind.__name__ for kind in get_args(Message))
 #: What bodies are made of.
 BODY_KINDS = frozenset(("tree", "pickle", "inline", "streamed", "shared", "composite", "conjugate", "rref", "context"))
 
 
 @dataclass(frozen=True)
 class Captured:
-    kind: str  # the message's type; of a note, its payload's
+    kind: str  # the message's type
     from_dialler: bool
     header: bytes
     stream: bytes
@@ -85,8 +84,7 @@ def _captured(from_dialler: bool, raw: bytes) -> Captured:
     _, header_size, _ = PREFIX.unpack_from(raw)
     header = raw[PREFIX.size : PREFIX.size + header_size]
     message = codec.decode(header)
-    kind = type(message.payload if isinstance(message, Note) else message).__name__
-    return Captured(kind, from_dialler, header, raw[PREFIX.size + header_size :], _features(message))
+    return Captured(type(message).__name__, from_dialler, header, raw[PREFIX.size + header_size :], _features(message))
 
 
 def _features(message: Any) -> frozenset[str]:
@@ -162,7 +160,7 @@ def _references(job: RecordedJob) -> None:
     except ValueError:
         pass
     # A fork of a value that a never made, which only a job that lost a worker would ask for.
-    job["c"].agent.mail.post(job["a"].id, ForkRequest(GlobalId(job["a"].id, 99), GlobalId(job["c"].id, 99)))
+    job["c"].agent.send_message(job["a"].id, ForkRequest(GlobalId(job["a"].id, 99), GlobalId(job["c"].id, 99)))
     del rref, broken
     gc.collect()
 

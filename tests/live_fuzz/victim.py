@@ -26,10 +26,13 @@ import psutil
 import torch
 
 from telegrad._agent.agent import Agent, AgentOptions
-from telegrad._agent.link import Link, StreamLink
 from telegrad._agent.peers import Peer, PeerState, WorkerRecord
+from telegrad._core.interface import Link
+from telegrad._core.python.link import PythonLink
+from telegrad._core.python.plane import PythonPlane
 from telegrad._current import set_process_worker
 from telegrad._transport.sockets import SocketStream, connect_unix, listen_unix
+from telegrad._wire.frames import Frame
 from telegrad._wire.values import Route
 from telegrad._worker import Worker
 
@@ -60,23 +63,26 @@ class Setup:
         ]
 
 
-class Counting:
-    """Between the links and the agent: counts what came in."""
+class CountedLink(PythonLink):
+    """A link to a hostile worker that counts what came in, for all of them."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.frames = 0
-        self.broken = 0
+    inputs = 0  # frames, and what broke a link
+    _counting = threading.Lock()
 
-    def arrived(self, link: Any, frames: Any) -> Any:
-        if link.peer_id >= FIRST_HOSTILE:
-            self.frames += len(frames)
-        return self._agent.arrived(link, frames)
+    def receive(self) -> list[Frame]:
+        frames = super().receive()
+        self._count(len(frames))
+        return frames
 
-    def link_broken(self, link: Any, reason: str) -> None:
-        if link.peer_id >= FIRST_HOSTILE:
-            self.broken += 1
-        self._agent.link_broken(link, reason)
+    def fail(self, reason: str) -> None:
+        if not self.closed:
+            self._count(1)
+        super().fail(reason)
+
+    @classmethod
+    def _count(cls, more: int) -> None:
+        with cls._counting:
+            CountedLink.inputs += more
 
 
 class Victim:
@@ -90,7 +96,8 @@ class Victim:
         for record in self._records:
             self.worker.add_peer(record)
         self.agent = self.worker.agent
-        self.events = Counting(self.agent)
+        assert isinstance(self.agent.plane, PythonPlane)
+        self.plane = self.agent.plane
         self._gone = {record.worker_id: threading.Event() for record in self._records}
         self._handlers = list(self.agent.lost_handlers)
         self.agent.lost_handlers[:] = [self._after_loss]
@@ -105,13 +112,13 @@ class Victim:
         address = self._setup.honest if peer.id == HONEST else self._setup.attacker
         sock = connect_unix(address, timeout)
         sock.sendall(HELLO.pack(peer.id))
-        link = self._link(sock, peer.id, True)
-        link.start()
-        return link
+        return self._link(sock, peer.id, True)
 
-    def _link(self, sock: socket.socket, peer_id: int, dialled: bool) -> StreamLink:
-        lend = self.agent.marshal.buffers.lend
-        return StreamLink(SocketStream(sock), peer_id, dialled, self.agent.pool, self.events, lend, self._setup.pid)
+    def _link(self, sock: socket.socket, peer_id: int, dialled: bool) -> Link:
+        stream, plane = SocketStream(sock), self.plane
+        if peer_id < FIRST_HOSTILE:
+            return plane.adopt(stream, peer_id, dialled, self._setup.pid)
+        return CountedLink(stream, peer_id, dialled, self._setup.pid, self.agent.marshal.buffers.lend, plane)
 
     def _let_in(self) -> None:
         while True:
@@ -119,9 +126,7 @@ class Victim:
             (peer_id,) = HELLO.unpack(sock.recv(HELLO.size, socket.MSG_WAITALL))
             if peer_id >= FIRST_HOSTILE:
                 self.forgive(peer_id)
-            link = self._link(sock, peer_id, False)
-            self.agent.accepted(link)
-            link.start()
+            self.agent.accepted(self._link(sock, peer_id, False))
 
     # --- a hostile worker is lost for good; here it gets another life ---------------------------------------------
 
@@ -146,7 +151,6 @@ class Victim:
         self.lose(peer_id)
         self._gone[peer_id].clear()
         record = self._records[peer_id]
-        self.agent.mail.lost(peer_id)
         self.agent.liveness.forget(peer_id)
         self.agent.marshal._windows.pop(peer_id, None)
         self.worker.references._lost.discard(peer_id)
@@ -158,7 +162,7 @@ class Victim:
     # --- figures --------------------------------------------------------------------------------------------------
 
     def count(self) -> dict[str, int]:
-        return {"inputs": self.events.frames + self.events.broken}
+        return {"inputs": CountedLink.inputs}
 
     def measure(self) -> dict[str, int]:
         """What is there when all hostile workers are gone."""
@@ -175,15 +179,17 @@ class Victim:
         return self.count() | {
             "memory": process.memory_info().rss,
             "threads": process.num_threads(),
-            "busy": self.agent.pool.busy,
+            "unfinished": self.plane.unfinished,
             "descriptors": process.num_fds(),
             "contexts": len(self.worker.autograd.registry),
             "values": len(references._owned),
             "references": sum(references.ledger.counts().values()),
             "broken references": len(references.broken),
             "calls": len(self.agent.calls),
-            "lent": len(self.agent._lent),
-            "notes": self.agent.mail.unacknowledged,
+            "running calls": self.plane.calls_running,
+            "links": len(self.plane._links),
+            "owned links": len(self.plane._scheduler.owned),
+            "borrowed segments": len(self.agent.marshal._borrowed),
         }
 
     def _wait_until_quiet(self) -> None:
@@ -192,7 +198,7 @@ class Victim:
             time.sleep(0.01)
 
     def _is_quiet(self) -> bool:
-        return not (self.agent.pool.busy or len(self.agent.calls) or len(self.agent.pool._backlog))
+        return not (self.plane.unfinished or self.agent.plane.pending)
 
 
 class _Deaths(logging.Filter):

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from telegrad._agent.agent import Agent, AgentOptions
-from telegrad._agent.link import Link, StreamLink
 from telegrad._agent.peers import Peer, WorkerRecord
+from telegrad._core.interface import Link
 from telegrad._current import acting_as
 from telegrad._transport.shared_memory import Proof
 from telegrad._transport.sockets import SocketStream
@@ -68,13 +68,11 @@ class RecordedJob:
             link = self._link(here, agent, peer.id, True)
             accepted = self._link(there, callee, agent.me.worker_id, False)
         callee.accepted(accepted)
-        accepted.start()
-        link.start()
         return link
 
-    def _link(self, sock: socket.socket, agent: Agent, peer_id: int, dialled: bool) -> StreamLink:
+    def _link(self, sock: socket.socket, agent: Agent, peer_id: int, dialled: bool) -> Link:
         stream = RecordedStream(sock, dialled, self.streams)
-        return StreamLink(stream, peer_id, dialled, agent.pool, agent, agent.marshal.buffers.lend, os.getpid())
+        return agent.plane.adopt(stream, peer_id, dialled, os.getpid())
 
     def frames(self) -> Iterator[tuple[bool, bytes]]:
         """Each frame, with whether the side that had dialled sent it."""

@@ -253,8 +253,9 @@ class Agent:
             except TelegradError as error:  # the peer says what it must not, or what makes no sense
                 name = self.peer(link.peer_id).name
                 self._refusals.add(f"a {kind.__name__} from worker {name!r}", str(error))
-            if not opened:
-                self.marshal.discard(link, frame.message.body)  # type: ignore[union-attr]
+            finally:
+                if not opened:
+                    self.marshal.discard(link, frame.message.body)  # type: ignore[union-attr]
 
         self.on_request(kind, handle, How.QUICK if quick else How.MESSAGE)
 

@@ -43,6 +43,7 @@ _SURPLUS_SECONDS = 10.0  # Idle time after which a surplus thread exits.
 _END = select.EPOLLRDHUP | select.EPOLLONESHOT
 _BYTES = select.EPOLLIN | _END
 _CORES = len(os.sched_getaffinity(0))
+_LONGEST_POLL = 1.0  # Seconds after which a thread notices a close that came just before its poll.
 
 
 class _Here(threading.local):
@@ -74,7 +75,7 @@ class PythonPlane:
         self._here = _Here()
         self._call_ids = itertools.count(1)
         self._links: dict[int, PythonLink] = {}  # by descriptor
-        self._lock = threading.RLock()  # of the links and the threads; see the scheduler's
+        self._lock = threading.RLock()  # of the links and the threads; a signal handler may dial, or wait
         self._threads: set[threading.Thread] = set()
         self._born = itertools.count(1)
         self._closed = False
@@ -133,10 +134,17 @@ class PythonPlane:
 
     def _watch(self, link: PythonLink, events: int) -> None:
         if link.watched != events and not link.closed:
-            link.watched = events
-            with contextlib.suppress(OSError, ValueError):  # it is being closed
+            with self._lock, contextlib.suppress(OSError, ValueError):  # it is being closed
+                link.watched = events
                 if self._links.get(link.fd) is link:
                     self._epoll.modify(link.fd, events)
+
+    def _watch_for_answers(self, link: PythonLink) -> None:
+        """The calling thread has stopped to read a dialled link."""
+        if not link.pending:
+            self._watch(link, _END)
+        if link.pending:  # it is looked at again: a call that began meanwhile may have watched the link before us
+            self._watch(link, _BYTES)
 
     # --- calls --------------------------------------------------------------------------------------------------
 
@@ -189,14 +197,13 @@ class PythonPlane:
         try:
             acquired = link.reading.acquire(blocking=False)
             if not acquired:
-                if pending.settled.acquire(timeout=min(max(left, 0.0), threading.TIMEOUT_MAX)):
-                    pending.settled.release()
+                _wait_until_settled(pending)
                 return
             link.reader = me
             self._watch(link, _END)
             poll = link.make_poll() if nested else link.poll
             while pending.outcome is None and not link.closed and left > 0:
-                if self._look(link, poll) or poll.poll(min(left, 60.0) * 1000 + 1):
+                if self._look(link, poll) or poll.poll(min(left, _LONGEST_POLL) * 1000 + 1):
                     self._queue(self._receive(link))
                 left = pending.deadline - time.monotonic()
         finally:
@@ -206,7 +213,9 @@ class PythonPlane:
                 with contextlib.suppress(RuntimeError):  # another thread has it
                     link.reading.release()
             if not nested and not link.reader:
-                self._watch(link, _BYTES if link.pending else _END)
+                self._watch_for_answers(link)
+        if pending.outcome is None and link.closed:  # the thread that closed it fails its calls in a moment
+            _wait_until_settled(pending)
 
     def settle(self, pending: PendingCall, outcome: Exception) -> bool:
         if pending.link.pending.pop(pending.call_id, None) is None:
@@ -247,7 +256,7 @@ class PythonPlane:
                 else:
                     works.append(Work(False, handler, link, frame))
             elif how is How.QUICK:
-                handler(link, frame)
+                self._handle(handler, link, frame)
             else:
                 works.append(Work(how is How.CALL, handler, link, frame))
         return works
@@ -381,7 +390,7 @@ class PythonPlane:
         finally:
             link.reader = 0
             link.reading.release()
-            self._watch(link, _BYTES if link.pending else _END)
+            self._watch_for_answers(link)
         if works:
             self._scheduler.add(works)  # this thread comes to the queues next
 
@@ -424,15 +433,22 @@ class PythonPlane:
 
     def _run(self, work: Work) -> None:
         self._here.work = work
-        try:
-            work.act(work.first, work.second)
-        except BaseException:  # a user's SystemExit too: this thread has more to do
-            log.exception("worker %r failed in an internal task", self._name)
+        self._handle(work.act, work.first, work.second)
         self._here.work = None
+
+    def _handle(self, act: Act, first: Any, second: Any) -> None:
+        try:
+            act(first, second)
+        except BaseException as error:
+            if not self._here.serves and not isinstance(error, Exception):
+                raise  # a Ctrl-C on a thread of the user's
+            # On a thread of ours a SystemExit too: it has more to do.
+            log.exception("worker %r failed in an internal task", self._name)
 
     def attend(self, link: PythonLink, done: Callable[[], bool]) -> None:
         scheduler, here, me = self._scheduler, self._here, object()
         outer = here.link, here.me, here.work
+        work: Work | None = None
         try:
             here.link, here.me = link, me
             if not scheduler.own(link, me, was_idle=False)[0]:
@@ -443,24 +459,14 @@ class PythonPlane:
                 self._queue([work for work in works if work.is_call])
                 work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
                 while work is not None:
-                    self._run_or_raise(work)
+                    self._run(work)
                     work = scheduler.next_of_link(link, me, work)
         finally:
+            if work is not None:
+                scheduler.interrupted(work)
             here.link, here.me = link, me
             self._give_up_link()
             here.link, here.me, here.work = outer
-
-    def _run_or_raise(self, work: Work) -> None:
-        """As ``_run``, on a thread of the program: a Ctrl-C is for that thread."""
-        self._here.work = work
-        try:
-            work.act(work.first, work.second)
-        except Exception:
-            log.exception("worker %r failed in an internal task", self._name)
-        except BaseException:
-            self._scheduler.end(work)
-            raise
-        self._here.work = None
 
     # --- time ---------------------------------------------------------------------------------------------------
 
@@ -551,3 +557,10 @@ class PythonPlane:
 
     def __repr__(self) -> str:
         return f"<PythonPlane {self._name}: {len(self._threads)} threads, {self._scheduler!r}>"
+
+
+def _wait_until_settled(pending: PendingCall) -> None:
+    """Or until its deadline."""
+    left = pending.deadline - time.monotonic()
+    if pending.settled.acquire(timeout=min(max(left, 0.0), threading.TIMEOUT_MAX)):
+        pending.settled.release()

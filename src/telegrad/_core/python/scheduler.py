@@ -136,11 +136,6 @@ class Scheduler:
                 return work
             return None
 
-    def end(self, work: Work) -> None:
-        """The owner's work was interrupted, and it asks for no other."""
-        with self._lock:
-            self._end(work)
-
     def _end(self, work: Work) -> None:
         self.unfinished -= 1
         self.calls_running -= work.is_call
@@ -152,6 +147,11 @@ class Scheduler:
 
     def _is_full(self) -> bool:
         return self.calls_running >= self._limit + self._extra
+
+    def interrupted(self, work: Work) -> None:
+        """A thread of the user's, which ran this, was interrupted."""
+        with self._lock:
+            self._end(work)
 
     def give_up(self, link: LinkSchedule, me: object, arrived: Sequence[Work] = ()) -> bool:
         """The owner lets go of the link, and of what it has read; False if it owned it no more."""
