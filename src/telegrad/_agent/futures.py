@@ -6,28 +6,33 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import torch
+from typing_extensions import TypeVar  # torch needs it too; before Python 3.13, ``typing`` has no ``default``
 
 from telegrad._agent.failures import copy_of, forget_tracebacks
 
+T = TypeVar("T", default=Any)
+S = TypeVar("S")
 
-class Future(torch.futures.Future[Any]):
+
+class Future(torch.futures.Future[T]):
     """What ``rpc_async`` returns."""
 
     _help: Callable[[Callable[[], Any]], Any] | None = None
 
-    def wait(self) -> Any:
+    def wait(self) -> T:
         """Blocks until the answer is here; reads it from the connection itself where no other thread does."""
         help_read = self._help
         if help_read is not None and not self.done():
-            return help_read(super().wait)
+            value: T = help_read(super().wait)
+            return value
         return super().wait()
 
-    def then(self, callback: Callable[[Any], Any]) -> Future:
+    def then(self, callback: Callable[[Any], S]) -> Future[S]:
         """As torch's; the callback belongs to the worker and the autograd context in which ``then`` was called."""
-        result = type(self)()
+        result = cast(Future[S], type(self)())
         around = contextvars.copy_context()
 
         def run(_: Any) -> None:
@@ -48,7 +53,7 @@ class Future(torch.futures.Future[Any]):
         self._set_unwrap_func(_raise_copy)
         self.set_result(result)
 
-    def __await__(self) -> Generator[Any, None, Any]:
+    def __await__(self) -> Generator[Any, None, T]:
         loop = asyncio.get_running_loop()
         arrived: asyncio.Future[None] = loop.create_future()
 

@@ -19,7 +19,7 @@ from telegrad.nn import remote_side
 from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.nn.placement import has_device_map, parse
 from telegrad.nn.unsupported import Refusals, refuse
-from telegrad.rpc.api import rpc_async, rpc_sync
+from telegrad.rpc.calls import rpc_async, rpc_sync
 
 
 class RemoteModule(Refusals, nn.Module):
@@ -101,7 +101,7 @@ class RemoteModule(Refusals, nn.Module):
         self.module_rref._check_job()  # for the call only names the module, and nobody else would notice
         return rpc_sync(self.on, self._function, (*self._first, *args), kwargs)
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> Future:
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """As ``forward``, but returns a future at once."""
         self.module_rref._check_job()
         future = rpc_async(self.on, self._function, (*self._first, *args), kwargs)

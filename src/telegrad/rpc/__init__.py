@@ -22,11 +22,9 @@ from telegrad.rpc.api import (
     get_worker_info,
     init_rpc,
     is_available,
-    remote,
-    rpc_async,
-    rpc_sync,
     shutdown,
 )
+from telegrad.rpc.calls import remote, rpc_async, rpc_sync
 from telegrad.rpc.options import RpcBackendOptions
 
 #: The name under which programs written for ``torch.distributed.rpc`` know the options.

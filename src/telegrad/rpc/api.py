@@ -9,24 +9,21 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 
 from telegrad._agent.agent import AgentOptions
-from telegrad._agent.futures import Future
 from telegrad._agent.peers import WorkerRecord
 from telegrad._current import clear_process_worker, current_worker, forget_all, is_initialized, set_process_worker
 from telegrad._ids import MAX_WORKERS
-from telegrad._rref.rref import UNSET_TIMEOUT, RRef
 from telegrad._torch import Store
 from telegrad._transport.handshake import JOIN_NONCE, Identity
 from telegrad._transport.shared_memory import Proof
 from telegrad._wire.tensors import no_device_map
 from telegrad._wire.values import Route
-from telegrad._worker import To, Worker, WorkerInfo
+from telegrad._worker import Worker, WorkerInfo
 from telegrad.errors import RendezvousError, UsageError
 from telegrad.rpc.foreign_rpc import Strangers, knock_at
 from telegrad.rpc.network import Network, host_id
@@ -254,43 +251,6 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         worker.shutdown(graceful, timeout)
     finally:
         clear_process_worker(worker)
-
-
-def rpc_sync(
-    to: To,
-    func: Any,
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
-) -> Any:
-    """Runs ``func(*args, **kwargs)`` on worker ``to`` and returns its result.
-
-    An ``async def`` function is awaited there, on an event loop that all such functions share: it should await
-    ``rpc_async`` and not block in ``rpc_sync``.
-    """
-    return current_worker().rpc_sync(to, func, args, kwargs, timeout)
-
-
-def rpc_async(
-    to: To,
-    func: Any,
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
-) -> Future:
-    """As ``rpc_sync``, but returns a future, without waiting for the function.  The first call to a worker connects."""
-    return current_worker().rpc_async(to, func, args, kwargs, timeout)
-
-
-def remote(
-    to: To,
-    func: Any,
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_TIMEOUT,
-) -> RRef[Any]:
-    """As ``rpc_sync``, but leaves the result on worker ``to`` and returns a reference to it at once."""
-    return current_worker().remote(to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
