@@ -338,7 +338,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     try:
         worker.shutdown(graceful, timeout)
     finally:
-        clear_process_worker(worker)
+        if worker.closed:  # it is not, where shutdown was refused
+            clear_process_worker(worker)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
