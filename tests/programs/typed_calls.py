@@ -32,6 +32,16 @@ def count_elsewhere(tensor: Tensor) -> torch.futures.Future[int]:
     return rpc.rpc_async("worker2", count, (tensor,))
 
 
+@rpc.export
+def exported(tensor: Tensor) -> int:
+    return tensor.numel()
+
+
+@rpc.export(name="named")
+def exported_by_name(tensor: Tensor) -> int:
+    return tensor.numel()
+
+
 def same(value: S) -> S:
     return value
 
@@ -55,6 +65,8 @@ def calls(x: Tensor, anything: Any) -> None:
     assert_type(rpc.rpc_sync("worker1", count, (x,)), int)
     assert_type(rpc.rpc_sync("worker1", count_later, args=(x,)), int)
     assert_type(rpc.rpc_sync("worker1", count_elsewhere, args=[x], timeout=3), int)
+    assert_type(rpc.rpc_sync("worker1", exported, (x,)), int)
+    assert_type(rpc.rpc_sync("worker1", exported_by_name, (x,)), int)
     assert_type(rpc.rpc_sync(rpc.WorkerInfo("worker1", 1), Server.version), str)
     assert_type(rpc.rpc_sync(1, torch.add, (x, 1)), Tensor)
     assert_type(rpc.rpc_sync("worker1", "worker:count", (x,)), Any)
