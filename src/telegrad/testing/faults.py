@@ -21,7 +21,19 @@ Kind = Literal["drop", "delay", "repeat", "reorder"]
 
 @dataclass
 class Fault:
-    """What happens to the next ``count`` matching messages (None: to all of them)."""
+    """What happens to the next ``count`` messages that match.
+
+    ``Cluster.fault`` makes one from the names of the workers.
+
+    Attributes:
+        kind (str): ``"drop"``, ``"delay"``, ``"repeat"`` or ``"reorder"``.
+        types (tuple): The types of messages; empty for any. The types of notes count too.
+        sender (int): The rank of the sender; None for any.
+        receiver (int): The rank of the receiver; None for any.
+        count (int): How many messages it happens to; None for all.
+        seconds (float): The length of a delay.
+        hits (int): How many messages it has happened to.
+    """
 
     kind: Kind
     types: tuple[type, ...] = ()  # empty: any; the types of notes count too
@@ -33,6 +45,16 @@ class Fault:
     _held: list[Callable[[], None]] = field(default_factory=list)
 
     def matches(self, sender: int, receiver: int, message: Message) -> bool:
+        """Tells whether it happens to a message.
+
+        Args:
+            sender (int): The rank of the sender.
+            receiver (int): The rank of the receiver.
+            message (Message): The message.
+
+        Returns:
+            A bool.
+        """
         if self.count is not None and self.hits >= self.count:
             return False
         if self.sender not in (None, sender) or self.receiver not in (None, receiver):
@@ -42,7 +64,10 @@ class Fault:
 
 
 class FaultyCarrier:
-    """Carries messages between the workers of one process, as its faults say.  The first that matches decides."""
+    """Carries messages between the workers of one process, as its faults say.
+
+    The first fault that matches a message decides. ``carried`` counts the messages.
+    """
 
     def __init__(self) -> None:
         self.faults: list[Fault] = []
@@ -55,12 +80,24 @@ class FaultyCarrier:
         self._closed = False
 
     def add(self, fault: Fault) -> Fault:
+        """Adds a fault, from now on.
+
+        Args:
+            fault (Fault): The fault.
+
+        Returns:
+            The same.
+        """
         with self._lock:
             self.faults.append(fault)
         return fault
 
     def clear(self) -> None:
-        """Ends all faults; what they held back arrives."""
+        """Ends all faults.
+
+        What they held back to change its order arrives. A delayed message still comes at its time, and a dropped one
+        never.
+        """
         with self._lock:
             held = [deliver for fault in self.faults for deliver in fault._held]
             self.faults.clear()
@@ -68,6 +105,14 @@ class FaultyCarrier:
             deliver()
 
     def carry(self, sender: int, receiver: int, message: Message, deliver: Callable[[], None]) -> None:
+        """Delivers a message, or does what a fault says.
+
+        Args:
+            sender (int): The rank of the sender.
+            receiver (int): The rank of the receiver.
+            message (Message): The message.
+            deliver (Callable): Hands it to the receiver.
+        """
         with self._lock:
             self.carried += 1
             fault = next((each for each in self.faults if each.matches(sender, receiver, message)), None)
@@ -110,6 +155,10 @@ class FaultyCarrier:
             deliver()
 
     def close(self) -> None:
+        """Ends the thread that delivers delayed messages.
+
+        Messages that it still has do not arrive.
+        """
         with self._lock:
             self._closed = True
             self._changed.notify()
