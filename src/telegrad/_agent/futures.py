@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import torch
-from typing_extensions import TypeVar  # torch needs it too; before Python 3.13, ``typing`` has no ``default``
+from typing_extensions import TypeVar  # before Python 3.13, ``typing``'s has no ``default``
 
 from telegrad._agent.failures import copy_of, forget_tracebacks
 
