@@ -35,7 +35,7 @@ def context() -> AbstractContextManager[int]:
     they run, and the calls which those make, belong to it too. Gradients go into the context, on the worker that has
     the leaf, and never into ``.grad``; so nothing needs to be zeroed, and several threads may train at the same time,
     each in a context of its own. When the block ends, every worker forgets the context, its graph and its gradients. So
-    :func:`get_gradients` and the step of an optimizer belong into the block.
+    :func:`get_gradients` and the step of an optimizer belong inside the block.
 
     A context belongs to the thread, or the asyncio task, that enters it. Contexts do not nest.
 
@@ -48,12 +48,13 @@ def context() -> AbstractContextManager[int]:
 
     Example::
 
-        >>> # on worker0, in a job with worker1
+        >>> # in the program of both workers
         >>> weight = torch.tensor([2.0, 5.0], requires_grad=True)
         >>> def scale(tensor):
         ...     return weight * tensor
         >>> def gradient_of_weight(context_id):
         ...     return autograd.get_gradients(context_id)[weight].tolist()
+        >>> # on worker0
         >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
         >>> with autograd.context() as context_id:
         ...     loss = rpc.rpc_sync("worker1", scale, args=(x,)).sum()
