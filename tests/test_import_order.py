@@ -58,7 +58,7 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.api
     telegrad.autograd
     telegrad._worker
-    telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.stores
+    telegrad.rpc.calls  telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.stores
     telegrad.rpc.foreign_rpc
     telegrad.rpc.records
     telegrad.rpc.rendezvous

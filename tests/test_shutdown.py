@@ -6,6 +6,7 @@ import operator
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from telegrad._agent import barrier
 from telegrad._agent.barrier import BarrierLeader
 from telegrad._wire.messages import Barrier, Reply
 from telegrad._worker import missing_at_barrier
-from telegrad.errors import NotInitializedError, RpcTimeoutError, WorkerLostError
+from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 
 
@@ -265,3 +266,14 @@ def test_a_server_that_is_called_says_nothing_of_its_shutdown(caplog: pytest.Log
         workers["trainer"].rpc_sync("server", missing_at_barrier)  # another that waits asks for whom
         server._say_what_shutdown_awaits(30.0)
         assert len(caplog.messages) == 2
+
+
+def test_a_process_whose_function_called_shutdown_still_has_its_worker(tmp_path: Path) -> None:
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/store")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        with pytest.raises(UsageError, match="it would wait for itself"):
+            rpc.rpc_sync("alone", rpc.shutdown)
+        assert rpc.get_worker_info().name == "alone"
+    finally:
+        rpc.shutdown()

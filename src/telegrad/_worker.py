@@ -43,7 +43,12 @@ log = logging.getLogger("telegrad.rpc")
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The name and id of a worker."""
+    """The name and the id of a worker, as :func:`telegrad.rpc.get_worker_info` gives them.
+
+    Args:
+        name (str): The name that the worker gave to ``init_rpc``.
+        id (int): Its rank.
+    """
 
     name: str
     id: int

@@ -24,7 +24,36 @@ UNSET_TIMEOUT = -1.0
 
 
 class RRef(Generic[T]):
-    """A reference to a value on some worker.  ``RRef(value)`` makes one to a value of this worker."""
+    """A reference to a value that lives on one worker, its owner.
+
+    ``rpc.remote`` makes one to a value on another worker, ``RRef(value)`` one to a value of this worker. A reference
+    can be sent in calls, as an argument, in a result, or inside containers and objects: it is the value that stays
+    where it is. It cannot be pickled outside of a call. The owner counts the references on all workers and frees the
+    value when the last one is gone. References that a lost worker held are no longer counted.
+
+    If the owner is lost, the value is lost: references to it raise ``WorkerLostError``. After ``shutdown``, references
+    to values of other workers raise ``NotInitializedError``, also if the process has joined another job. Any thread may
+    use a reference.
+
+    Args:
+        value (object): A value of this worker. It is not copied.
+        type_hint (type, optional): Accepted as in torch, and not used.
+
+    Raises:
+        NotInitializedError: This process has no worker.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> table = rpc.remote("worker1", torch.zeros, args=(2, 3))
+        >>> table.rpc_sync().size()
+        torch.Size([2, 3])
+        >>> table.rpc_sync().add_(1).sum()
+        tensor(6.)
+        >>> mine = rpc.RRef([1, 2])
+        >>> rpc.rpc_sync("worker1", lambda rref: rref.owner_name(), args=(mine,))
+        'worker0'
+    """
 
     _references: References
     _rref_id: GlobalId
@@ -46,22 +75,67 @@ class RRef(Generic[T]):
     # --- who owns it ------------------------------------------------------------------------------------------
 
     def owner(self) -> WorkerInfo:
+        """Returns the worker that has the value.
+
+        Returns:
+            Its :class:`WorkerInfo`.
+        """
         return self._references.worker.info(self._owner)
 
     def owner_name(self) -> str:
+        """Returns the name of the worker that has the value.
+
+        Returns:
+            The name, as a str.
+        """
         return self._references.agent.peer(self._owner).name
 
     def is_owner(self) -> bool:
+        """Tells whether this worker has the value, so that :meth:`local_value` works.
+
+        Returns:
+            A bool.
+        """
         return self._fork_id is None
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to count this handle."""
+        """Tells whether the owner is known to count this reference.
+
+        A program need not wait for it: the owner keeps the value while a reference to it is on its way.
+
+        Returns:
+            True on the owner; elsewhere, True once the owner has confirmed.
+        """
         return self._fork_id is None or self._references.ledger.is_confirmed(self._fork_id)
 
     # --- the value --------------------------------------------------------------------------------------------
 
     def to_here(self, timeout: float = UNSET_TIMEOUT) -> T:
-        """The value; a copy of it unless this worker owns it.  Raises what the call that made it raised."""
+        """Returns the value: itself on its owner, a copy anywhere else.
+
+        If the function that makes the value still runs, this waits for it. Inside an autograd context, gradients flow
+        back to the value.
+
+        Args:
+            timeout (float, optional): Seconds to wait; 0 means no limit. The default is ``rpc_timeout`` of the options.
+                After a timeout it can be called again.
+
+        Returns:
+            The value.
+
+        Raises:
+            Exception: What the function that was to make the value raised, each time.
+            RpcTimeoutError: The value did not come in time, or the call that makes it has timed out.
+            WorkerLostError: The owner is lost.
+            SerializationError: The value cannot be sent.
+            NotInitializedError: The job has ended.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> rpc.remote("worker1", torch.add, args=(torch.ones(2), 1)).to_here(timeout=5)
+            tensor([2., 2.])
+        """
         if self._fork_id is None:
             return self._wait_local(timeout)
         self._check_job()
@@ -70,7 +144,30 @@ class RRef(Generic[T]):
         return value
 
     def local_value(self) -> T:
-        """The value itself, on its owner."""
+        """Returns the value itself, on its owner.
+
+        It is for functions that are given a reference to a value of the worker on which they run.
+
+        If the function that makes the value still runs, this waits for it.
+
+        Returns:
+            The value. It is not copied: changes are seen by everybody.
+
+        Raises:
+            UsageError: The value lives on another worker.
+            Exception: What the function that was to make the value raised.
+            RpcTimeoutError: The value was not made within ``rpc_timeout``.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> def grow(rref):
+            ...     rref.local_value().append("more")
+            >>> words = rpc.remote("worker1", list, args=(("some",),))
+            >>> rpc.rpc_sync(words.owner(), grow, args=(words,))
+            >>> words.to_here()
+            ['some', 'more']
+        """
         if self._fork_id is not None:
             raise UsageError(
                 f"local_value: {self!r} lives on worker {self.owner_name()!r}, not here; call to_here() for a copy"
@@ -106,21 +203,88 @@ class RRef(Generic[T]):
     # --- methods of the value ---------------------------------------------------------------------------------
 
     def rpc_sync(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        """A proxy: ``rref.rpc_sync().size(0)`` runs ``size(0)`` of the value on its owner and waits for the result."""
+        """Returns a proxy whose methods call those of the value, on its owner, and wait for the result.
+
+        Arguments and results are copied as in :func:`telegrad.rpc.rpc_sync`, and the same exceptions are raised.
+        Methods only: there is no access to attributes. A method with ``functions.async_execution``, or an ``async def``
+        one, is awaited.
+
+        Args:
+            timeout (float, optional): Seconds that each call of the proxy may take; 0 means no limit. The default is
+                ``rpc_timeout`` of the options.
+
+        Returns:
+            The proxy.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> words = rpc.remote("worker1", list, args=(("a", "b", "a"),))
+            >>> words.rpc_sync().count("a")
+            2
+        """
         return Proxy(self, self._references.worker.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        """As ``rpc_sync``; the method returns a future."""
+        """As :meth:`rpc_sync`, but a method of the proxy returns a future at once.
+
+        Args:
+            timeout (float, optional): Seconds that each call of the proxy may take; 0 means no limit.
+
+        Returns:
+            The proxy.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> rpc.remote("worker1", list, args=(("a", "b", "a"),)).rpc_async().index("b").wait()
+            1
+        """
         return Proxy(self, self._references.worker.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
-        """As ``rpc_sync``; the method returns an RRef to its result, which stays on the owner."""
+        """As :meth:`rpc_sync`, but a method of the proxy returns an RRef to its result, which stays on the owner.
+
+        Args:
+            timeout (float, optional): Seconds that each call of the proxy may take; 0 means no limit.
+
+        Returns:
+            The proxy.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> total = rpc.remote("worker1", torch.ones, args=(2, 3)).remote().sum()
+            >>> total.to_here()
+            tensor(6.)
+        """
         return Proxy(self, self._references.worker.remote, timeout)
 
     # --- its gradient -----------------------------------------------------------------------------------------
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs a backward from the value, on its owner: in that context, or, without one, as ``value.backward()``."""
+        """Runs a backward from the value, a scalar tensor, on its owner.
+
+        Args:
+            dist_autograd_ctx_id (int, optional): The context, as :func:`telegrad.autograd.context` gives it. The
+                gradients go there, as with :func:`telegrad.autograd.backward`. By default there is none:
+                ``value.backward()`` runs on the owner, and its gradients go into ``.grad`` there.
+            retain_graph (bool, optional): If True, the graph stays, for another backward.
+
+        Raises:
+            UsageError: The value is no tensor, or the context is not known on the owner.
+            Exception: What a backward raises; see :func:`telegrad.autograd.backward`.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+            >>> with autograd.context() as context_id:
+            ...     loss = rpc.remote("worker1", torch.sum, args=(x * x,))
+            ...     loss.backward(context_id)
+            ...     print(autograd.get_gradients(context_id)[x])
+            tensor([2., 4.])
+        """
         self._check_job()
         self._references.worker.backward_of(self, dist_autograd_ctx_id, retain_graph)
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -28,16 +28,42 @@ _NAMES_KEPT = 4096
 _MAIN_SECONDS = 1.0  # how long a call waits for the main program to define its function
 
 
+@overload
+def export(function: F) -> F: ...
+@overload
+def export(*, name: str | None = ..., methods: Sequence[str] | None = ...) -> Callable[[F], F]: ...
 def export(function: F | None = None, *, name: str | None = None, methods: Sequence[str] | None = None) -> Any:
-    """Lets other workers call this function even where pickle is switched off.
+    """Lets other workers call a function, or make and use objects of a class, where pickle is switched off.
 
-    Use it bare, ``@rpc.export``, or give a short name that callers without the function's code can use,
-    ``@rpc.export(name="forward")``.
+    A worker with ``allow_pickle=False`` runs nothing else for others, apart from some operators of torch. It works with
+    pickle too, and gives a function a name that callers can use without having its code.
 
-    On a class, it lets others make instances, and call methods of an instance through an RRef: the functions that the
-    class itself defines under a public name.  Inherited methods, attributes and properties are not exported.  To choose
-    the methods, name them, ``@rpc.export(methods=["forward", "state_dict"])``: then exactly these are exported,
-    inherited ones too.
+    What an exported function does with its arguments is up to you: one that writes files lets others write files.
+
+    Args:
+        function (Callable): The function or class, where it is used as a decorator without arguments: ``@rpc.export``.
+            Of a class, others can make objects, and call their methods through an RRef: the functions that the class
+            itself defines under a public name. Inherited methods, attributes and properties are not exported.
+        name (str, optional): A name by which callers can call it: ``rpc_sync(to, "name")``. By default it is called as
+            any function.
+        methods (list, optional): The names of the methods to export, in place of those that the class defines;
+            inherited ones may be among them.
+
+    Returns:
+        The function or class itself.
+
+    Raises:
+        UsageError: Another function was exported under this name, or a method does not exist.
+
+    Example::
+
+        >>> # on both workers
+        >>> @rpc.export(name="scale")
+        ... def scale(tensor, factor=2):
+        ...     return tensor * factor
+        >>> # on worker0, in a job with worker1
+        >>> rpc.rpc_sync("worker1", "scale", args=(torch.ones(2),), kwargs={"factor": 3})
+        tensor([3., 3.])
     """
 
     def register(function: F) -> F:

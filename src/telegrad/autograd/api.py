@@ -29,7 +29,41 @@ def _engine() -> Engine:
 
 
 def context() -> AbstractContextManager[int]:
-    """``with context() as context_id:`` what crosses between workers inside is recorded for ``backward``."""
+    """Makes an autograd context: what crosses between workers inside is recorded for :func:`backward`.
+
+    A context is one forward pass with its backward passes. Inside, calls take the context along: the functions that
+    they run, and the calls which those make, belong to it too. Gradients go into the context, on the worker that has
+    the leaf, and never into ``.grad``; so nothing needs to be zeroed, and several threads may train at the same time,
+    each in a context of its own. When the block ends, every worker forgets the context, its graph and its gradients. So
+    :func:`get_gradients` and the step of an optimizer belong inside the block.
+
+    A context belongs to the thread, or the asyncio task, that enters it. Contexts do not nest.
+
+    Returns:
+        A context manager. It gives the id of the context, an int, which names the context on all workers.
+
+    Raises:
+        UsageError: The thread is in a context already.
+        NotInitializedError: This process has no worker.
+
+    Example::
+
+        >>> # in the program of both workers
+        >>> weight = torch.tensor([2.0, 5.0], requires_grad=True)
+        >>> def scale(tensor):
+        ...     return weight * tensor
+        >>> def gradient_of_weight(context_id):
+        ...     return autograd.get_gradients(context_id)[weight].tolist()
+        >>> # on worker0
+        >>> x = torch.tensor([3.0, 4.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", scale, args=(x,)).sum()
+        ...     autograd.backward(context_id, [loss])
+        ...     print("x here:", autograd.get_gradients(context_id)[x].tolist())
+        ...     print("weight there:", rpc.rpc_sync("worker1", gradient_of_weight, args=(context_id,)))
+        x here: [2.0, 5.0]
+        weight there: [3.0, 4.0]
+    """
     engine = _engine()
     return Entered(engine.registry, engine.leave)
 
@@ -44,10 +78,48 @@ def backward(
     create_graph: bool = False,
     timeout: float = UNSET_TIMEOUT,
 ) -> None:
-    """Computes the gradients of the roots on every worker, into the context (see :func:`get_gradients`).
+    """Computes the gradients of the roots on every worker that took part, into the context.
 
-    A root is a tensor or an RRef to one.  ``mode="smart"`` finds out which sends get a gradient where it matters;
-    ``"fast"`` assumes that all of them do, and fails if one does not.  The timeout is by default that of a call.
+    It runs through all calls of the context that lead to the roots and blocks until the gradients are there on all
+    workers; :func:`get_gradients` gives them. They equal those that one process would compute: every node runs once,
+    and every hook of a tensor fires once, with the whole gradient. Several calls of ``backward`` in one context add up.
+
+    If it fails anywhere, the reason is raised here, and the pass ends on every worker. The context then has the
+    gradients that had been computed by then, so do not use them.
+
+    Args:
+        context_id (int): What ``with context() as context_id`` gave.
+        roots (list): Tensors, or RRefs to tensors, to start from. Each is a scalar, or has a gradient in
+            ``grad_tensors``.
+        retain_graph (bool, optional): If True, the graph stays, so that ``backward`` can run through it again (default:
+            False).
+        grad_tensors (list, optional): For each root its gradient, or None for a scalar one (default: all are scalars).
+        mode (str, optional): ``"smart"`` finds out which tensors that were sent get a gradient, where that makes a
+            difference: results that are not used need no care. ``"fast"`` assumes, as torch does, that all do, and
+            raises ``MissingGradientError`` if one does not (default: ``"smart"``).
+        create_graph (bool, optional): If True, the gradients have a graph of their own, across workers, for gradients
+            of gradients; it implies ``retain_graph`` (default: False).
+        timeout (float, optional): Seconds that it may take; 0 means no limit. The default is ``rpc_timeout`` of the
+            options.
+
+    Raises:
+        UsageError: The context is not known here or has ended, a root needs no gradient or is no scalar.
+        RpcTimeoutError: It took too long; the text tells what was waited for, and from which worker.
+        WorkerLostError: A worker that is needed was lost.
+        MissingGradientError: With ``mode="fast"``, a tensor that was sent got no gradient.
+        Exception: What torch, or a function with a backward of its own, raised on any worker. For example, torch's
+            ``RuntimeError`` for a second backward without ``retain_graph``.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     y = rpc.rpc_sync("worker1", torch.mul, args=(x, x))
+        ...     unused = rpc.rpc_sync("worker1", torch.neg, args=(x,))
+        ...     autograd.backward(context_id, [y], grad_tensors=[torch.tensor([1.0, 10.0])])
+        ...     print(autograd.get_gradients(context_id)[x])
+        tensor([ 2., 40.])
     """
     worker = current_worker()
     engine = worker.autograd
@@ -106,7 +178,32 @@ def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None)
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that this worker's leaves got in that context."""
+    """Returns the gradients that leaves of this worker got in a context.
+
+    To see those of another worker, call a function there that calls this.
+
+    Args:
+        context_id (int): What ``with context() as context_id`` gave. Inside a function that runs for another worker,
+            take it as an argument.
+
+    Returns:
+        A dict from each leaf to its gradient. It is a new one each time; the tensors in it are those of the context. It
+        has no entry for leaves that got no gradient.
+
+    Raises:
+        UsageError: No such context is known on this worker: it has ended, or none of its calls has come here.
+        NotInitializedError: This process has no worker.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.sum, args=(3 * x,))
+        ...     autograd.backward(context_id, [loss])
+        ...     autograd.get_gradients(context_id)
+        {tensor([1., 1.], requires_grad=True): tensor([3., 3.])}
+    """
     return _known(current_worker(), context_id).gradients()
 
 
@@ -117,12 +214,31 @@ def _known(worker: Worker, context_id: int) -> Context:
 
 
 def is_available() -> bool:
-    """As in torch, whether distributed autograd can be used: it can."""
+    """Tells whether distributed autograd can be used, for programs that ask torch the same.
+
+    Returns:
+        True.
+    """
     return True
 
 
 def debug_info() -> dict[str, Any]:
-    """The contexts and passes that this worker knows, for people to read."""
+    """Describes the contexts and backward passes that this worker knows, for people to read.
+
+    The keys and texts may change between versions.
+
+    Returns:
+        A dict with the contexts, the passes that run, and the numbers of sends and recvs: of messages whose tensors
+        need a gradient.
+
+    Raises:
+        NotInitializedError: This process has no worker.
+
+    Example::
+
+        >>> autograd.debug_info()
+        {'contexts': [], 'passes': [], 'sends': 0, 'recvs': 0}
+    """
     engine = _engine()
     contexts = list(engine.registry)
     return {

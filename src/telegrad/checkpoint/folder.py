@@ -47,12 +47,34 @@ _SAVING, _REMOVING, _NEW_HISTORY = ".saving-", ".removing-", ".history-"  # each
 
 
 def steps(path: str | os.PathLike[str]) -> list[int]:
-    """The steps that checkpoints are there of, in the order they were saved."""
+    """Lists the steps of the checkpoints in a folder, in the order in which they were saved.
+
+    Args:
+        path (path): The folder. It need not exist.
+
+    Returns:
+        A list of ints; the last one is that of the latest checkpoint.
+
+    Example::
+
+        >>> from telegrad import checkpoint
+        >>> for step in (10, 30, 20):
+        ...     number = checkpoint.save("run", {"model": torch.nn.Linear(2, 1)}, step=step)
+        >>> checkpoint.steps("run"), checkpoint.latest("run")
+        ([10, 30, 20], 20)
+    """
     return Folder(path).steps()
 
 
 def latest(path: str | os.PathLike[str]) -> int | None:
-    """The step that was saved last; None if there is none."""
+    """Returns the step of the checkpoint that was saved last, whatever its number.
+
+    Args:
+        path (path): The folder. It need not exist.
+
+    Returns:
+        The step, or None if there is no checkpoint.
+    """
     found = steps(path)
     return found[-1] if found else None
 

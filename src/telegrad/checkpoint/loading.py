@@ -23,7 +23,12 @@ Groups = list[dict[str, Any]]
 
 
 class Checkpoint(NamedTuple):
-    """What was loaded."""
+    """What :func:`load` has loaded.
+
+    Attributes:
+        step (int): The step of the checkpoint.
+        metadata (Any): What was given to ``save`` as ``metadata``.
+    """
 
     step: int
     metadata: Any
@@ -32,13 +37,42 @@ class Checkpoint(NamedTuple):
 def load(
     path: str | os.PathLike[str], things: Mapping[str, Any], step: int | None = None, *, timeout: float = 0.0
 ) -> Checkpoint:
-    """Loads named things from a checkpoint in the folder ``path``, by default the latest; ``path`` may also be one.
+    """Loads named things from a checkpoint.
 
-    They go by their names, and tensors by their keys: who had them when they were saved does not matter.  What the
-    checkpoint has beside these things is left alone.  A checkpoint that is damaged or does not fit is refused with a
-    ``CheckpointError`` that lists everything that is wrong, and nothing is touched.  Only an object's own
-    ``load_state_dict`` that raises, or a worker that dies, can come later, when others have loaded already.
-    ``timeout`` is as for ``save``.
+    Things are found by their names and tensors by their keys: it does not matter which workers had them when they were
+    saved. What the checkpoint has beside these things is left alone. Everything is read and compared on all workers
+    before anything is changed. Only a ``load_state_dict`` that raises, or a worker that dies, can come later, when
+    others have loaded already.
+
+    Args:
+        path (path): The folder that the checkpoints are in, or one checkpoint.
+        things (dict): By name, what to load into: the same kinds of things as for :func:`save`.
+        step (int, optional): Which checkpoint (default: the one that was saved last).
+        timeout (float, optional): Seconds that the owners may take; 0, the default, means no limit.
+
+    Returns:
+        A :class:`Checkpoint`: the step and the metadata.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or does not fit; ``problems`` lists everything that is wrong, and
+            nothing was changed.
+        UsageError: There is no such checkpoint, or an argument makes no sense.
+        WorkerLostError: An owner was lost.
+        RpcTimeoutError: The owners took longer than ``timeout``.
+        WorkersFailedError: Several owners failed.
+
+    Example::
+
+        >>> from telegrad import checkpoint
+        >>> model = torch.nn.Linear(2, 1)
+        >>> checkpoint.save("run", {"model": model})
+        0
+        >>> checkpoint.load("run", {"model": model})
+        Checkpoint(step=0, metadata=None)
+        >>> checkpoint.load("run", {"model": torch.nn.Linear(3, 1)})
+        Traceback (most recent call last):
+          ...
+        telegrad.errors.CheckpointError: cannot load ...
     """
     targets = targets_of(things, timeout)
     folder = Folder(path).find(step)
@@ -66,9 +100,31 @@ def load(
 
 
 def read(path: str | os.PathLike[str], name: str, step: int | None = None) -> Any:
-    """The state of one thing, as its ``state_dict`` gave it; needs no workers.
+    """Reads the state of one thing from a checkpoint; it needs no workers.
 
-    For a look at it, or where ``load`` is too strict: ``model.load_state_dict(read(path, "model"), strict=False)``.
+    It is for a look at a state, or where ``load`` is too strict: ``model.load_state_dict(checkpoint.read(path,
+    "model"), strict=False)``.
+
+    Args:
+        path (path): The folder that the checkpoints are in, or one checkpoint.
+        name (str): The name of the thing.
+        step (int, optional): Which checkpoint (default: the one that was saved last).
+
+    Returns:
+        The state, as the thing's ``state_dict`` gave it; that of a ``DistributedOptimizer`` is as if one process had
+        it.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or has no such thing.
+        UsageError: There is no such checkpoint.
+
+    Example::
+
+        >>> from telegrad import checkpoint
+        >>> checkpoint.save("run", {"model": torch.nn.Linear(2, 1)})
+        0
+        >>> list(checkpoint.read("run", "model"))
+        ['weight', 'bias']
     """
     folder = Folder(path).find(step)
     saved = manifest.read(folder)

@@ -30,20 +30,49 @@ def save(
     keep: int | None = None,
     timeout: float = 0.0,
 ) -> int:
-    """Saves named things into a new checkpoint in the folder ``path``; returns its step, by default the next one.
+    """Saves named things into a new checkpoint in the folder ``path``, each owner its own part.
 
-    A checkpoint of the same step is replaced.  The latest checkpoint is the one saved last, whatever its step.
+    The checkpoint is there when this returns. If it fails, or if this process is killed, the one before it still is.
+    Reading a checkpoint executes nothing: tensors are in ``safetensors`` files, everything else is JSON.
 
-    A thing is an RRef to a module, a RemoteModule, a ``DistributedOptimizer``, or anything with ``state_dict`` and
-    ``load_state_dict``, here or behind an RRef.  Each owner writes its own part, so all of them must see ``path``;
-    those of the RemoteModules in a module too.
-    ``metadata`` is any plain data; ``load`` gives it back.  With ``keep``, only so many of the checkpoints saved here
-    stay, the last ones.
+    Call it between steps, on one worker: each worker's part is consistent in itself, but only the program knows when
+    all are. Gradients, also those that ``accumulate`` keeps, are not saved.
 
-    Call it between steps: each worker's part is consistent in itself, but only the program knows when all are.
-    Gradients, also those that ``accumulate`` keeps, are not saved.  The checkpoint is there when this returns, and if
-    it fails, at any point, the one before it still is.  ``timeout`` is how many seconds the owners may take, 0 for as
-    long as they need; a worker that dies ends it in any case.
+    Args:
+        path (path): The folder that the checkpoints are in; it is made if needed. All owners of the things must see it
+            under this path.
+        things (dict): By name, what to save: an RRef to a module, a ``RemoteModule``, a ``DistributedOptimizer``, or
+            anything with ``state_dict`` and ``load_state_dict``, here or behind an RRef. Each RemoteModule inside of a
+            module is saved by its own worker.
+        step (int, optional): The number of the checkpoint (default: the next one). One of the same step is replaced.
+        metadata (Any, optional): Plain data, which :func:`load` gives back.
+        keep (int, optional): How many of the checkpoints saved here stay, the last ones (default: all).
+        timeout (float, optional): Seconds that the owners may take; 0, the default, means no limit. A worker that dies
+            ends it in any case.
+
+    Returns:
+        The step.
+
+    Raises:
+        CheckpointError: Something cannot be saved, or cannot be written; ``problems`` lists everything.
+        UsageError: An argument makes no sense, or another process is saving into the folder.
+        WorkerLostError: An owner was lost.
+        RpcTimeoutError: The owners took longer than ``timeout``.
+        WorkersFailedError: Several owners failed.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> from telegrad import checkpoint
+        >>> from telegrad.nn import RemoteModule
+        >>> from telegrad.optim import DistributedOptimizer
+        >>> model = RemoteModule("worker1", torch.nn.Linear, args=(4, 2))
+        >>> optimizer = DistributedOptimizer(torch.optim.Adam, model.remote_parameters(), lr=1e-3)
+        >>> things = {"model": model, "optimizer": optimizer}
+        >>> checkpoint.save("run", things, step=100, metadata={"epoch": 3}, keep=2)
+        100
+        >>> checkpoint.load("run", things)
+        Checkpoint(step=100, metadata={'epoch': 3})
     """
     _check_number("step", step, 0)
     _check_number("keep", keep, 1)

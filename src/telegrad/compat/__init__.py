@@ -5,7 +5,7 @@
 * :func:`install`: does it from code, before the program imports what it uses
 * :mod:`rpc`, :mod:`autograd`, :mod:`optim`, :mod:`nn`: what stands in for torch's modules
 
-Inside: ``words`` (torch's texts for our errors), ``futures``, ``rref``, ``worker`` (what torch's do differently),
+Inside: ``error_texts`` (torch's texts for our errors), ``futures``, ``rref``, ``worker`` (what torch's do differently),
 ``graph_view`` (contexts as torch shows them), ``profiling``; ``installing``, ``children``, ``site`` (how the modules
 get into a program and its children).  Private names of torch live here and not in the core; ``rpc``, ``autograd`` and
 ``nn`` have tables of them.

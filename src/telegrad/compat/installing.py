@@ -49,10 +49,32 @@ _NAMES = {
 
 
 def install() -> None:
-    """From now on, in this process and in those that it starts, torch's RPC is telegrad's.
+    """Puts telegrad in the place of torch's RPC, in this process and in those that it starts.
 
-    The sooner the better: what other modules took from torch's RPC before is replaced too, but not what they made of
-    it, such as classes that are derived from ``RRef``.
+    From now on ``torch.distributed.rpc``, ``torch.distributed.autograd``, ``DistributedOptimizer`` and ``RemoteModule``
+    are telegrad's. Call it first: what other modules took from torch's RPC before is replaced too, but not what they
+    made of it, such as classes that are derived from ``RRef``. A second call does nothing.
+
+    Raises:
+        UsageError: torch's own RPC is running in this process.
+
+    Example::
+
+        # $ telegrad run --workers 2 program.py
+        import os
+
+        from telegrad import compat
+
+        compat.install()
+
+        import torch.distributed.rpc as rpc
+
+        rank = int(os.environ["RANK"])
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+        if rank == 0:
+            print(rpc.rpc_sync("worker1", max, args=(1, 2)), rpc.rpc_sync.__module__.split(".")[0])
+            # prints worker0 | 2 telegrad
+        rpc.shutdown()
     """
     _import_if_there(_RPC)
     torch_rpc = sys.modules.get(_RPC)

@@ -53,11 +53,40 @@ def run_workers(
     stdout: BinaryIO | None = None,
     stderr: BinaryIO | None = None,
 ) -> int:
-    """Run ``command`` as ``workers`` processes of one job; return the exit code to leave with.
+    """Runs a command as the worker processes of one job on this host, until all have ended.
 
-    The code is 0 if all succeed, else that of the worker that failed first (128 + n if signal n killed it).  When one
-    fails the others get SIGTERM, and SIGKILL after ``grace`` seconds.  ``env`` (default: this process's environment) is
-    what every worker inherits; ``stdout`` and ``stderr`` (default: this process's own) are where their lines go.
+    It is what ``telegrad run`` does. Every worker gets the environment of :func:`worker_environment`. Each line that a
+    worker prints is printed with its name before it. When a worker fails, the others get SIGTERM, and SIGKILL after
+    ``grace`` seconds. SIGINT, SIGTERM and SIGHUP are passed on to the workers; a second SIGINT kills them. No worker
+    outlives this call, nor this process.
+
+    Args:
+        command (list): The command and its arguments.
+        workers (int): The number of workers.
+        name_prefix (str, optional): The workers' names in the output are this and their ranks (default: ``"worker"``).
+        master_port (int, optional): The port on which the workers meet (default: a free one).
+        env (dict, optional): The environment that the workers inherit (default: that of this process).
+        grace (float, optional): Seconds between SIGTERM and SIGKILL (default: 10).
+        stdout (BinaryIO, optional): Where the lines of the workers' stdout go (default: stdout of this process).
+        stderr (BinaryIO, optional): Where the lines of the workers' stderr and the launcher's own go (default: stderr
+            of this process).
+
+    Returns:
+        An exit code: 0 if all workers succeed, else that of the worker that failed first; 128 + n if signal n killed
+        it.
+
+    Raises:
+        UsageError: There are no workers, the port cannot be used, or the command cannot be started.
+
+    Example::
+
+        >>> import io, sys
+        >>> from telegrad.launch import run_workers
+        >>> output = io.BytesIO()
+        >>> run_workers([sys.executable, "-c", "print('hello')"], 2, stdout=output, stderr=io.BytesIO())
+        0
+        >>> sorted(output.getvalue().decode().splitlines())
+        ['worker0 | hello', 'worker1 | hello']
     """
     if workers < 1:
         raise UsageError(f"a job needs at least 1 worker, not {workers}")
@@ -78,7 +107,23 @@ def run_workers(
 
 
 def job_environment(base: Mapping[str, str], workers: int, master_port: int | None = None) -> dict[str, str]:
-    """What all workers of one job share: where they meet, how many they are, and the secret that lets them in."""
+    """Returns the environment that all workers of one job on this host share.
+
+    It has the place where they meet (``MASTER_ADDR``, ``MASTER_PORT``), their number (``WORLD_SIZE``,
+    ``LOCAL_WORLD_SIZE``) and ``TELEGRAD_SECRET``, a new one unless ``base`` has one. For several workers it also has
+    ``OMP_NUM_THREADS=1`` and a ``PYTHONBREAKPOINT`` that explains why no debugger opens, unless ``base`` has these.
+
+    Args:
+        base (Mapping): The environment to start from.
+        workers (int): The number of workers.
+        master_port (int, optional): The port on which the workers meet (default: a free one).
+
+    Returns:
+        A new dict.
+
+    Raises:
+        UsageError: The port cannot be used.
+    """
     job = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
     job["WORLD_SIZE"] = job["LOCAL_WORLD_SIZE"] = str(workers)
     job["MASTER_ADDR"] = LOOPBACK
@@ -91,12 +136,39 @@ def job_environment(base: Mapping[str, str], workers: int, master_port: int | No
 
 
 def worker_environment(job: Mapping[str, str], rank: int) -> dict[str, str]:
-    """The job's environment as one worker sees it; the names are torchrun's."""
+    """Returns the environment of one worker: that of the job, with ``RANK`` and ``LOCAL_RANK``.
+
+    Args:
+        job (Mapping): What :func:`job_environment` gave.
+        rank (int): The rank of the worker.
+
+    Returns:
+        A new dict.
+
+    Example::
+
+        >>> from telegrad.launch import job_environment, worker_environment
+        >>> environment = worker_environment(job_environment({}, workers=2), rank=1)
+        >>> environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]
+        ('1', '2', '127.0.0.1')
+    """
     return {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def free_port(port: int = 0) -> int:
-    """``port`` if nobody listens there; for 0, any free one.  Nothing holds it until worker 0 does."""
+    """Finds a TCP port on loopback that no other process listens on.
+
+    Nothing holds the port until a worker uses it.
+
+    Args:
+        port (int, optional): The port to check; 0 for any free one (default: 0).
+
+    Returns:
+        The port.
+
+    Raises:
+        UsageError: The port is in use, or no port at all.
+    """
     if not 0 <= port <= 65535:
         raise UsageError(f"{port} is not a port; choose one from 1 to 65535")
     with socket.socket() as probe:

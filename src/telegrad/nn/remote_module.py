@@ -19,22 +19,54 @@ from telegrad.nn import remote_side
 from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.nn.placement import has_device_map, parse
 from telegrad.nn.unsupported import Refusals, refuse
-from telegrad.rpc.api import rpc_async, rpc_sync
+from telegrad.rpc.calls import rpc_async, rpc_sync
 
 
 class RemoteModule(Refusals, nn.Module):
-    """``module_cls(*args, **kwargs)`` on the worker and device that ``remote_device`` names: ``"ps0/cuda:1"``.
+    """A module on another worker that is used like one here.
 
-    Calling it runs the module over there, in one call, and gradients flow through it inside ``autograd.context()``.
-    The other forms of ``remote_device`` are ``"ps0"`` (on the CPU), ``"rank:3/cpu"``, and ``"cpu"`` (of this worker).
+    The worker makes it, as ``module_cls(*args, **kwargs)``, and keeps it. Calling it runs the module there, in one
+    call, with the timeout of any call. Inside :func:`telegrad.autograd.context` gradients flow through it. Its
+    parameters stay there: ``remote_parameters()`` gives references to them, for a ``DistributedOptimizer``.
 
-    It can be a part of a local module.  The parent's ``parameters()`` are those that are here, and ``to()`` and its
-    like change only them: the optimizer gets ``remote_parameters()`` as well.  ``train()`` and ``eval()`` reach over
-    there.  The parent's ``state_dict()`` has copies of the remote values, under the names that a local module would
-    give them, so that a checkpoint fits the same model on any placement; its ``load_state_dict()`` sends each remote
-    part its share, which that takes as a whole or not at all.
+    It can be a part of a local module. The parent's ``parameters()`` are those that are here, and ``to()`` and the like
+    change only them: the optimizer gets ``remote_parameters()`` as well. ``train()`` and ``eval()`` reach over there.
+    The parent's ``state_dict()`` has copies of the remote values, under the names that a local module would give them,
+    so that a checkpoint fits the same model on any placement; its ``load_state_dict()`` sends each remote part its
+    share, which that takes as a whole or not at all.
 
-    It can be sent to other workers in calls: they get another handle on the same module.
+    It can be sent to other workers in calls: they get another handle on the same module. The module lives until the
+    last handle is gone. If its worker is lost, calls raise ``WorkerLostError``. Methods of ``nn.Module`` that have no
+    meaning for a module elsewhere, such as ``parameters()``, raise a ``UsageError`` that says what to do instead.
+
+    Args:
+        remote_device (str or torch.device): Where the module is to be: ``"ps0/cuda:1"``, ``"ps0"`` (on its CPU),
+            ``"rank:3/cpu"``, or ``"cpu"`` (of this worker).
+        module_cls (type): A class derived from ``torch.nn.Module``.
+        args (tuple, optional): Positional arguments for the class.
+        kwargs (dict, optional): Keyword arguments for the class.
+
+    Attributes of the object: ``on``, the name of the worker; ``device``; ``module_rref``, a reference to the module.
+
+    Raises:
+        UsageError: The class is no module class, the place is not written as above, or the worker has no such device.
+        UnknownWorkerError: The job has no such worker.
+        Exception: What the class raised when the module was made, or what a call raises.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> from telegrad.nn import RemoteModule
+        >>> layer = RemoteModule("worker1/cpu", torch.nn.Linear, args=(4, 2))
+        >>> layer(torch.zeros(3, 4)).shape
+        torch.Size([3, 2])
+        >>> layer
+        RemoteModule(Linear on 'worker1/cpu')
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), layer)
+        >>> sorted(model.state_dict())
+        ['0.bias', '0.weight', '1.bias', '1.weight']
+        >>> len(list(model.parameters())), len(layer.remote_parameters())
+        (2, 2)
     """
 
     on: str
@@ -68,9 +100,28 @@ class RemoteModule(Refusals, nn.Module):
     def init_from_module_rref(
         remote_device: str | torch.device, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """Another handle on a module that is there already, on the device that is named.
+        """Makes another handle on a module that is on some worker already.
 
-        Which worker it is on, the reference says: ``on`` is its owner, even if ``remote_device`` names another.
+        Args:
+            remote_device (str or torch.device): As for the constructor; its device is the one to which tensors go.
+                Which worker has the module, the reference says: ``on`` is its owner, even if another one is named here.
+            module_rref (RRef): A reference to a module.
+
+        Returns:
+            A RemoteModule.
+
+        Raises:
+            UsageError: ``module_rref`` is no RRef, or refers to something other than a module.
+            UnknownWorkerError: ``remote_device`` names a worker that the job does not have.
+            Exception: What a call raises.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> from telegrad.nn import RemoteModule
+            >>> rref = rpc.remote("worker1", torch.nn.ReLU)
+            >>> RemoteModule.init_from_module_rref("worker1/cpu", rref)(torch.tensor([-1.0, 1.0]))
+            tensor([0., 1.])
         """
         _check_interface(_module_interface_cls)
         if not isinstance(module_rref, RRef):
@@ -97,28 +148,95 @@ class RemoteModule(Refusals, nn.Module):
     # --- using it -----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module over there and returns its result."""
+        """Runs the module over there and returns its result; ``module(...)`` does the same.
+
+        If the module is not on the CPU, tensors among the arguments go to its device first. Tensors of the result come
+        back to the CPU, unless a device map says where they go.
+
+        Args:
+            *args (Any): Arguments for the module.
+            **kwargs (Any): Keyword arguments for the module.
+
+        Returns:
+            A copy of the result.
+
+        Raises:
+            Exception: What the module raised, or what :func:`telegrad.rpc.rpc_sync` raises.
+        """
         self.module_rref._check_job()  # for the call only names the module, and nobody else would notice
         return rpc_sync(self.on, self._function, (*self._first, *args), kwargs)
 
-    def forward_async(self, *args: Any, **kwargs: Any) -> Future:
-        """As ``forward``, but returns a future at once."""
+    def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As :meth:`forward`, but returns a future at once.
+
+        Args:
+            *args (Any): Arguments for the module.
+            **kwargs (Any): Keyword arguments for the module.
+
+        Returns:
+            A future of the result, as :func:`telegrad.rpc.rpc_async` gives it.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> from telegrad.nn import RemoteModule
+            >>> layers = [RemoteModule(worker, torch.nn.Flatten) for worker in ("worker0", "worker1")]
+            >>> futures = [layer.forward_async(torch.zeros(2, 3, 4)) for layer in layers]
+            >>> [tuple(future.wait().shape) for future in futures]
+            [(2, 12), (2, 12)]
+        """
         self.module_rref._check_job()
         future = rpc_async(self.on, self._function, (*self._first, *args), kwargs)
         future.keeps = self.module_rref  # type: ignore[attr-defined]  # for the call only names the module
         return future
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Tensor]]:
-        """An RRef to each parameter, for a ``DistributedOptimizer``."""
+        """Returns references to the parameters of the module, for a ``DistributedOptimizer``.
+
+        Args:
+            recurse (bool, optional): If False, only parameters of the module itself, not of its parts (default: True).
+
+        Returns:
+            A list of RRefs, in the order of the module's own ``parameters()``.
+
+        Raises:
+            Exception: What a call raises.
+        """
         references: list[RRef[Tensor]] = self._ask(remote_side.parameters, recurse)
         return references
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The reference to the module itself."""
+        """Returns the reference to the module itself, with which functions can be run on it, over there.
+
+        Returns:
+            An RRef.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> from telegrad.nn import RemoteModule
+            >>> layer = RemoteModule("worker1", torch.nn.Linear, args=(4, 2))
+            >>> def freeze(rref):
+            ...     rref.local_value().requires_grad_(False)
+            >>> rpc.rpc_sync(layer.on, freeze, args=(layer.get_module_rref(),))
+        """
         return self.module_rref
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode over there; ``training`` here is what this handle set last."""
+        """Sets the mode of the module over there; ``eval()`` does so too.
+
+        ``training`` of a handle is what this handle has set last: it does not see what others set.
+
+        Args:
+            mode (bool, optional): True for training, False for evaluation (default: True).
+
+        Returns:
+            This module.
+
+        Raises:
+            UsageError: ``mode`` is no bool.
+            Exception: What a call raises.
+        """
         if not isinstance(mode, bool):
             raise UsageError(f"train takes True or False, not {mode!r}")
         self._ask(remote_side.train, mode)
@@ -132,7 +250,21 @@ class RemoteModule(Refusals, nn.Module):
     # --- its state ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Copies of the values over there; ``keep_vars`` changes nothing, for copies have no history to keep."""
+        """Returns copies of the values over there, on the CPU, under the names that a local module would give them.
+
+        No step of a ``DistributedOptimizer`` runs on that worker meanwhile.
+
+        Args:
+            destination (dict, optional): A dict to add them to, as in torch.
+            prefix (str, optional): What the names begin with (default: nothing).
+            keep_vars (bool, optional): Accepted as in torch; copies have no history to keep.
+
+        Returns:
+            The dict.
+
+        Raises:
+            Exception: What a call raises.
+        """
         if isinstance(destination, OwnState):
             destination[prefix + REMOTE] = self.module_rref
             return destination
@@ -146,7 +278,21 @@ class RemoteModule(Refusals, nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Sets the values over there, all or none; returns the missing and the unexpected names."""
+        """Sets the values over there: all of them, or none if they do not fit.
+
+        Args:
+            state_dict (dict): What ``state_dict()`` gave, of this module or of a local one.
+            strict (bool, optional): If True, the names must be the same (default: True).
+            assign (bool, optional): Must be False: other workers have references to the parameters.
+
+        Returns:
+            The missing and the unexpected names, as ``missing_keys`` and ``unexpected_keys``.
+
+        Raises:
+            UsageError: The state does not fit; the text has torch's list of the names or shapes. Nothing was changed.
+            TypeError: ``state_dict`` is no dict.
+            Exception: What a call raises.
+        """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"load_state_dict takes what state_dict() gave, not a {type(state_dict).__qualname__}")
         if assign:
@@ -186,7 +332,19 @@ class RemoteModule(Refusals, nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """For parents, which give a memo: this module is itself, and has no parts here."""
+        """For parents of this module, which give a ``memo``: it is itself, and has no parts here.
+
+        Args:
+            memo (set): The modules that the parent has seen.
+            prefix (str, optional): The name of this module in its parent.
+            remove_duplicate (bool, optional): As in torch.
+
+        Returns:
+            An iterator over this module alone.
+
+        Raises:
+            UsageError: It was called directly: the parts are on another worker.
+        """
         if memo is None:
             refuse(self, "named_modules")
         found: Iterator[tuple[str, nn.Module]] = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
@@ -195,7 +353,19 @@ class RemoteModule(Refusals, nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """With ``recurse=False`` none: so ask those, DDP for one, who go through the modules of a parent."""
+        """For those who go through the modules of a parent, as DDP does: this module has no parameters here.
+
+        Args:
+            prefix (str, optional): As in torch.
+            recurse (bool): False.
+            remove_duplicate (bool, optional): As in torch.
+
+        Returns:
+            An empty iterator.
+
+        Raises:
+            UsageError: It was called with ``recurse=True``: use ``remote_parameters()``.
+        """
         if recurse:
             refuse(self, "named_parameters")
         return iter(())

@@ -24,9 +24,37 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scales the gradients so that the norm of all of them together is at most ``max_norm``; returns what it was.
+    """Scales the gradients in a context so that the norm of all of them together is at most ``max_norm``.
 
-    As ``torch.nn.utils.clip_grad_norm_``, over the gradients that a context holds on all workers.
+    As ``torch.nn.utils.clip_grad_norm_``, over the gradients of parameters on all workers. Call it between ``backward``
+    and ``step``. The gradients of the context are replaced, not changed in place.
+
+    Args:
+        context_id (int): The context, inside of its ``with`` block.
+        params_rref (iterable): RRefs to the parameters.
+        max_norm (float): The largest norm.
+        norm_type (float, optional): The order of the norm; ``inf`` for the largest element (default: 2).
+        error_if_nonfinite (bool, optional): If True, a norm that is infinite or NaN is an error (default: False).
+
+    Returns:
+        The norm before, as a tensor of float64.
+
+    Raises:
+        UsageError: A parameter is no RRef to a tensor, the context has ended, or the norm is not finite.
+        Exception: What an owner raised.
+        WorkersFailedError: Several owners failed.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> from telegrad.optim import clip_grad_norm_
+        >>> there = rpc.remote("worker1", torch.ones, args=(1,), kwargs={"requires_grad": True})
+        >>> here = torch.ones(1, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     autograd.backward(context_id, [(3 * here + 4 * there.to_here()).sum()])
+        ...     norm = clip_grad_norm_(context_id, [rpc.RRef(here), there], max_norm=1.0)
+        ...     print(norm, autograd.get_gradients(context_id)[here])
+        tensor(5., dtype=torch.float64) tensor([0.6000])
     """
     check_context(context_id)
     parameters = checked(params_rref, "clip_grad_norm_")
@@ -44,9 +72,32 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(context_id: int, params_rref: Iterable[RRef[Tensor]], clip_value: float) -> None:
-    """Cuts every element of the gradients to ``[-clip_value, clip_value]``.
+    """Clamps every element of the gradients in a context to ``[-clip_value, clip_value]``.
 
-    As ``torch.nn.utils.clip_grad_value_``, over the gradients that a context holds on all workers.
+    As ``torch.nn.utils.clip_grad_value_``, over the gradients of parameters on all workers. The gradients of the
+    context are replaced, not changed in place.
+
+    Args:
+        context_id (int): The context, inside of its ``with`` block.
+        params_rref (iterable): RRefs to the parameters.
+        clip_value (float): The largest absolute value.
+
+    Raises:
+        UsageError: A parameter is no RRef to a tensor, or the context has ended.
+        Exception: What an owner raised.
+        WorkersFailedError: Several owners failed.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> from telegrad.optim import clip_grad_value_
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("worker1", torch.sum, args=(x * torch.tensor([0.5, -7.0]),))
+        ...     autograd.backward(context_id, [loss])
+        ...     clip_grad_value_(context_id, [rpc.RRef(x)], 1.0)
+        ...     print(autograd.get_gradients(context_id)[x])
+        tensor([ 0.5000, -1.0000])
     """
     check_context(context_id)
     parameters = checked(params_rref, "clip_grad_value_")

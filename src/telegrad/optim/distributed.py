@@ -24,10 +24,47 @@ from telegrad.optim.local import Group, LocalOptimizer
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """``params_rref`` are RRefs to tensors, or groups of them as torch's optimizers take: ``[{"params": [...], ...}]``.
+    """Optimises parameters that live on many workers, with any optimizer of ``torch.optim``.
 
-    The other arguments go to ``optimizer_class`` on each owner.  Steps on one worker come one after the other, whoever
-    asks for them; steps of all workers run at the same time.
+    It is made on one worker and driven from there. Each owner of parameters gets an ordinary optimizer for its own
+    parameters, and a step is one call to each owner, all at the same time. Gradients come from an autograd context;
+    ``.grad`` is left as it was.
+
+    It is a ``torch.optim.Optimizer``. Learning rates and other settings are in ``param_groups``: what a program, or a
+    scheduler of ``torch.optim.lr_scheduler``, changes there goes along with the next step. Its state is with the
+    owners: ``state`` is empty, and :meth:`state_dict` collects it. It cannot be sent to another worker.
+
+    Several drivers may have optimizers for the same parameters: steps on one worker come one after the other. With
+    several drivers a step may use parameters that another driver has just changed, as usual with asynchronous training.
+
+    Args:
+        optimizer_class (type): A class of ``torch.optim``, or any other that takes parameters and options in the same
+            way. A class that is not torch's own is sent to the owners as any class is.
+        params_rref (iterable): RRefs to the parameters, as ``RemoteModule.remote_parameters()`` gives them, or groups
+            of them: ``[{"params": [...], "lr": 0.1}, ...]``.
+        *args (Any): More positional arguments for the class, on every owner.
+        **kwargs (Any): Options for the class, such as ``lr``, on every owner.
+
+    Raises:
+        UsageError: A parameter is no RRef to a tensor, there are none, or ``optimizer_class`` is no class.
+        Exception: What an owner raised, such as a ``WorkerLostError`` or the error of an option.
+        WorkersFailedError: Several owners failed.
+
+    Example::
+
+        >>> # on worker0, in a job with worker1
+        >>> from telegrad.nn import RemoteModule
+        >>> from telegrad.optim import DistributedOptimizer
+        >>> model = RemoteModule("worker1", torch.nn.Linear, args=(1, 1))
+        >>> optimizer = DistributedOptimizer(torch.optim.SGD, model.remote_parameters(), lr=0.3)
+        >>> x = torch.tensor([[0.0], [1.0], [2.0]])
+        >>> for _ in range(40):
+        ...     with autograd.context() as context_id:
+        ...         loss = torch.nn.functional.mse_loss(model(x), 2 * x + 1)
+        ...         autograd.backward(context_id, [loss])
+        ...         optimizer.step(context_id)
+        >>> bool(loss < 0.01)
+        True
     """
 
     # Of the base class this keeps the type, which torch's schedulers ask for; the base class itself wants tensors.
@@ -56,13 +93,29 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
-        """One for each owner."""
+        """References to the optimizers of the owners.
+
+        There is one for each owner, in the order in which the owners first occur among the parameters.
+        """
         return list(self._locals.values())
 
     # --- steps --------------------------------------------------------------------------------------------------
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
-        """One step on all owners, with the gradients of that context, and with those of ``accumulate``."""
+        """Makes one step on all owners, at the same time, with the gradients of a context.
+
+        It takes the gradients that :meth:`accumulate` has kept as well. Parameters without a gradient stay as they are,
+        and so do owners that the context never came to. It returns when all owners are done.
+
+        Args:
+            context_id (int, optional): The context, inside of its ``with`` block. It may be left out after
+                :meth:`accumulate`.
+
+        Raises:
+            UsageError: No parameter has a gradient in the context, which is mostly the wrong context; or it has ended.
+            Exception: What an owner raised, such as ``WorkerLostError``. The other owners have made their step.
+            WorkersFailedError: Several owners failed; its ``errors`` has them by name.
+        """
         if context_id is None and not self._kept:
             raise UsageError("step() needs a context: step(context_id), or accumulate(context_id) before it")
         if context_id is not None:
@@ -93,9 +146,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise UsageError(f"nothing to step with: no parameter has a gradient in {self._describe(context_id)}")
 
     def accumulate(self, context_id: int) -> None:
-        """Keeps the gradients of a context for the next step: the way to take several contexts in one step.
+        """Keeps the gradients of a context for the next step, so that one step can use several contexts.
 
-        They add up, so scale the losses as you would with one process.
+        The gradients add up, so scale the losses as you would in one process.
+
+        Args:
+            context_id (int): The context, inside of its ``with`` block.
+
+        Raises:
+            UsageError: No parameter has a gradient in the context, or it has ended.
+            Exception: What an owner raised.
+            WorkersFailedError: Several owners failed.
+
+        Example::
+
+            >>> # on worker0, in a job with worker1
+            >>> from telegrad.optim import DistributedOptimizer
+            >>> weight = rpc.remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
+            >>> optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=1.0)
+            >>> for factor in (1.0, 2.0):
+            ...     with autograd.context() as context_id:
+            ...         autograd.backward(context_id, [(factor * weight.to_here()).sum()])
+            ...         optimizer.accumulate(context_id)
+            >>> optimizer.step()
+            >>> weight.to_here().tolist()
+            [-2.0, -2.0]
         """
         check_context(context_id)
         counts = ask_all(local.accumulate, {owner: (own, context_id) for owner, own in self._locals.items()})
@@ -104,11 +179,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._kept += sum(counts.values())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops what ``accumulate`` has kept.  Gradients of contexts need no zeroing: each context has its own."""
+        """Drops the gradients that :meth:`accumulate` has kept.
+
+        Gradients of contexts need no zeroing: each context has its own.
+
+        Args:
+            set_to_none (bool, optional): Accepted as in torch, and not used.
+        """
         ask_all(local.forget, {owner: (own,) for owner, own in self._locals.items()})
         self._kept = 0
 
     def add_param_group(self, param_group: Group) -> NoReturn:
+        """Is not offered: the parameters are fixed when the optimizer is made.
+
+        Args:
+            param_group (dict): What torch's method takes.
+
+        Raises:
+            UsageError: Always. Make a new optimizer, with all groups.
+        """
         raise UsageError("a DistributedOptimizer keeps its parameters: make a new one, with all groups")
 
     def _describe(self, context_id: int | None) -> str:
@@ -129,7 +218,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- saving and loading -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The same that an optimizer of one process would give: parameters are numbered in the order given here."""
+        """Collects the state of all owners, in the form that an optimizer of one process has.
+
+        Parameters are numbered in the order in which they were given, whichever worker owns them. So the state can be
+        loaded by an optimizer of one process, or by a DistributedOptimizer with the same parameters on other workers.
+        :func:`telegrad.checkpoint.save` needs no such copy: each owner writes its own part.
+
+        Returns:
+            A dict with ``"state"`` and ``"param_groups"``. The tensors are copies.
+
+        Raises:
+            Exception: What an owner raised.
+            WorkersFailedError: Several owners failed.
+        """
         states = ask_all(local.get_state, {owner: (own,) for owner, own in self._locals.items()})
         numbers = iter(range(len(self._parameters)))
         groups = [
@@ -140,7 +241,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {"state": {number: state[number] for number in sorted(state)}, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes what ``state_dict`` gave, here or in one process, on any placement of the same parameters."""
+        """Takes what :meth:`state_dict` gave, here or in one process, on any placement of the same parameters.
+
+        Args:
+            state_dict (dict): The state.
+
+        Raises:
+            UsageError: The groups have other numbers of parameters. Then nothing was changed.
+            Exception: What an owner raised.
+            WorkersFailedError: Several owners failed.
+        """
         groups, state = state_dict["param_groups"], state_dict["state"]
         sizes, given = [len(group["params"]) for group in self.param_groups], [len(group["params"]) for group in groups]
         if sizes != given:

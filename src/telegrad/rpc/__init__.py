@@ -4,7 +4,7 @@ The names, signatures and behaviour are those of ``torch.distributed.rpc``; a pr
 imports.
 
 * :func:`init_rpc`, :func:`shutdown`: join a job and leave it (``options``, ``stores``, ``rendezvous``, ``network``)
-* :func:`rpc_sync`, :func:`rpc_async`, :func:`remote`: run a callable on a worker
+* :func:`rpc_sync`, :func:`rpc_async`, :func:`remote`: run a callable on a worker (``calls``)
 * :class:`RRef`: a counted reference to a value that lives on its owner
 * :func:`get_worker_info`, :class:`WorkerInfo`: who is who
 * :mod:`functions`: ``async_execution``, for functions that answer when a future of theirs is done
@@ -22,11 +22,9 @@ from telegrad.rpc.api import (
     get_worker_info,
     init_rpc,
     is_available,
-    remote,
-    rpc_async,
-    rpc_sync,
     shutdown,
 )
+from telegrad.rpc.calls import remote, rpc_async, rpc_sync
 from telegrad.rpc.options import RpcBackendOptions
 
 #: The name under which programs written for ``torch.distributed.rpc`` know the options.

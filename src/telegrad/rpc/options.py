@@ -53,28 +53,60 @@ UNSET: Any = _Unset()
 
 
 class RpcBackendOptions:
-    """How a worker runs.  The first five are those of ``torch.distributed.rpc``; the rest are ours.
+    """How a worker runs, for ``rpc_backend_options`` of :func:`init_rpc`.
 
-    An option that is not given is taken from the environment: from ``TELEGRAD_NUM_WORKER_THREADS``,
-    ``TELEGRAD_RPC_TIMEOUT``, ``TELEGRAD_SECRET``, ``TELEGRAD_TRANSPORTS`` (a list with commas), ``TELEGRAD_HOST``,
-    ``TELEGRAD_PORT``, ``TELEGRAD_TLS_CERTIFICATE``, ``TELEGRAD_TLS_KEY``, ``TELEGRAD_TLS_CA``, ``TELEGRAD_HEARTBEAT``,
-    ``TELEGRAD_INIT_TIMEOUT``, ``TELEGRAD_ALLOW_PICKLE`` and ``TELEGRAD_ALLOW_CLOUDPICKLE`` (0 or 1).  An empty variable
-    counts as unset.
+    The first five options are those of ``torch.distributed.rpc``, the others are telegrad's own. All of them are also
+    attributes, and may be changed until ``init_rpc``.
 
-    * ``num_worker_threads``: how many calls run at once.
-    * ``rpc_timeout``: seconds that a call may take unless it says otherwise; 0: for ever.
-    * ``init_method``: where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
-    * ``device_maps``: for each worker, where a tensor of a device here goes there.
-    * ``devices``: accepted as in torch, and not needed.
-    * ``secret``: what all workers of the job know and strangers do not.
-    * ``transports``: of ``"unix"`` (one host) and ``"tcp"``, those that may be used.
-    * ``host``: the address that this worker listens on for other hosts; by default found out.
-    * ``port``: the TCP port that this worker listens on; 0: any that is free.
-    * ``tls_certificate``, ``tls_key``, ``tls_ca``: files, instead of the certificate that is made at start.
-    * ``heartbeat``: seconds after which a host that does not respond counts as lost.
-    * ``init_timeout``: seconds that ``init_rpc`` waits for the others.
-    * ``allow_pickle``: False leaves plain data, tensors and functions registered with ``@rpc.export``.
-    * ``allow_cloudpickle``: whether lambdas, and functions of a main program that the others do not run, may be sent.
+    Most options that are not given are taken from the environment, where there is a variable that is not empty:
+    ``TELEGRAD_`` and the name of the option in capitals, such as ``TELEGRAD_HEARTBEAT``. This does not hold for
+    ``init_method``, ``device_maps`` and ``devices``. A list is written with commas, a bool as 0 or 1. An argument wins
+    over the environment.
+
+    Args:
+        num_worker_threads (int, optional): How many calls of other workers run at the same time (default: 16).
+            Functions that wait for another worker do not count, so that calls which call each other cannot run out of
+            threads.
+        rpc_timeout (float, optional): Seconds that a call may take unless it has a timeout of its own; 0 means no limit
+            (default: 60).
+        init_method (str, optional): Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``
+            (default: ``env://``, which means ``MASTER_ADDR`` and ``MASTER_PORT``).
+        device_maps (dict, optional): For each worker, by name, a map from devices of this worker to devices of that
+            one, as in :meth:`set_device_map`.
+        devices (list, optional): Accepted as in torch, and not needed.
+        secret (str or bytes, optional): What all workers of the job know and nobody else does; at least 16 random
+            characters. Without a secret the job is confined to one host and one user.
+        transports (list, optional): Which of ``"unix"`` (within a host) and ``"tcp"`` may be used (default: both). TCP
+            needs a secret.
+        host (str, optional): The address on which this worker listens for workers of other hosts. By default it is the
+            one by which this host reaches the rendezvous.
+        port (int, optional): The TCP port on which this worker listens; 0 means any that is free (default: 0). Each
+            worker of a host needs its own.
+        tls_certificate (path, optional): A PEM file with a certificate for this worker, in place of the one that is
+            made at start. It goes together with the next two.
+        tls_key (path, optional): A PEM file with the key of the certificate, without a password.
+        tls_ca (path, optional): A PEM file with the authority that has signed the certificates of all workers.
+        heartbeat (float, optional): Seconds after which a host that does not respond counts as lost (default: 10). A
+            process that dies on a living host is noticed at once.
+        init_timeout (float, optional): Seconds that ``init_rpc`` waits for the other workers (default: 300).
+        allow_pickle (bool, optional): If False, this worker neither sends nor reads pickles: plain data, tensors and
+            references can be sent, and others can call functions with :func:`export` and some operators of torch only
+            (default: True).
+        allow_cloudpickle (bool, optional): If False, lambdas, local functions, and functions of a main program that the
+            callee does not run are not sent by value, and raise ``SerializationError`` (default: True).
+
+    Raises:
+        UsageError: An option, or the environment variable that stands for it, has a value that makes no sense.
+
+    Example::
+
+        >>> options = rpc.RpcBackendOptions(rpc_timeout=20, init_method="tcp://10.0.0.1:29500", secret="f3a9" * 8)
+        >>> options.rpc_timeout, options.num_worker_threads, options.transports
+        (20.0, 16, ('unix', 'tcp'))
+        >>> rpc.RpcBackendOptions(heartbeat=0)
+        Traceback (most recent call last):
+          ...
+        telegrad.errors.UsageError: heartbeat must be more than 0 seconds
     """
 
     #: What ``init_rpc`` makes; a subclass of the options may name a subclass of the worker.
@@ -140,7 +172,27 @@ class RpcBackendOptions:
             self.set_device_map(worker, device_map)
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Adds to where tensors of devices here go on worker ``to``."""
+        """Says where tensors of this worker's devices go on another worker. Several calls add up.
+
+        The map counts for tensors that this worker sends, as arguments and as results: for tensors that come back on a
+        device, the other worker needs a map for this one. Tensors of the CPU stay on the CPU, and need no map. Tensors
+        of a device that is not in the map cannot be sent. They go by way of host memory.
+
+        Args:
+            to (str): The name of the other worker.
+            device_map (dict): From devices here to devices there, as int, str or ``torch.device``. No two devices may
+                be mapped to the same one.
+
+        Raises:
+            UsageError: A device is mapped already, two are mapped to the same one, or torch does not know it.
+
+        Example::
+
+            >>> options = rpc.RpcBackendOptions()
+            >>> options.set_device_map("worker1", {"cuda:0": "cuda:1"})
+            >>> options.device_maps
+            {'worker1': {device(type='cuda', index=0): device(type='cuda', index=1)}}
+        """
         mine = self.device_maps.setdefault(to, {})
         for here, there in device_map.items():
             source, target = _device(here), _device(there)
@@ -151,10 +203,22 @@ class RpcBackendOptions:
             mine[source] = target
 
     def set_devices(self, devices: Sequence[Device]) -> None:
+        """Sets ``devices``, as in torch. telegrad does not need it.
+
+        Args:
+            devices (list): Devices of this worker, as int, str or ``torch.device``.
+
+        Raises:
+            UsageError: torch does not know one of them.
+        """
         self.devices = [_device(device) for device in devices]
 
     def secret_bytes(self) -> bytes | None:
-        """The job's secret, from here or from the environment."""
+        """Returns the job's secret: that of the options, or else of the environment variable ``TELEGRAD_SECRET``.
+
+        Returns:
+            The secret as bytes, or None if there is none.
+        """
         secret = self.secret if self.secret is not None else os.environ.get(SECRET_VARIABLE)
         if isinstance(secret, str):
             secret = secret.encode()

@@ -20,7 +20,14 @@ from telegrad.testing.faults import Fault, Faults, FaultyStream, Kind
 
 
 class Cluster:
-    """Workers that know each other and nothing else.  Use :func:`cluster`, which also ends them."""
+    """Workers of one process that know each other and nothing else. Make it with :func:`cluster`, which also ends it.
+
+    ``workers["name"]`` and ``workers[0]`` are its workers; it can be iterated, and has a length.
+
+    Args:
+        names (list): The names of the workers.
+        options (AgentOptions): How they run.
+    """
 
     def __init__(self, names: Sequence[str], options: AgentOptions) -> None:
         self.faults = Faults()
@@ -60,7 +67,20 @@ class Cluster:
 
     @contextmanager
     def on(self, which: str | int) -> Iterator[Worker]:
-        """Inside, the calling thread acts for that worker, and ``telegrad.rpc``'s functions work."""
+        """Lets the calling thread act for one of the workers: inside, ``telegrad.rpc`` and the other modules work.
+
+        Functions that a worker runs for another act for it anyway. A thread that a program starts does not: it enters
+        this again.
+
+        Args:
+            which (str or int): The name or the rank of the worker.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            UnknownWorkerError: There is no such worker.
+        """
         with acting_as(self[which]) as worker:
             yield worker
 
@@ -90,19 +110,42 @@ class Cluster:
         )
 
     def cut(self, one: str, other: str) -> None:
-        """Cuts the connections between two workers; each takes the other for lost."""
+        """Cuts the connections between two workers; each of them then counts the other as lost.
+
+        Args:
+            one (str): A worker.
+            other (str): The other worker.
+
+        Raises:
+            UnknownWorkerError: There is no such worker.
+        """
         for here, there in ((self[one], self[other]), (self[other], self[one])):
             for link in here.agent.peer(there.id).links:
                 link.fail("the connection was cut")
 
     def kill(self, which: str) -> None:
-        """Ends a worker as ``kill -9`` would: no goodbye, its links just close."""
+        """Ends a worker as ``kill -9`` ends a process: its connections close, without a goodbye.
+
+        Args:
+            which (str): The worker.
+
+        Raises:
+            UnknownWorkerError: There is no such worker.
+        """
         self[which].abandon()
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout: float = 30.0) -> None:
-        """Shuts all workers down, each on a thread of its own, as they would in their processes."""
+        """Shuts all workers down, each on a thread of its own, as they would in their processes.
+
+        Args:
+            graceful (bool, optional): As for :func:`telegrad.rpc.shutdown` (default: True).
+            timeout (float, optional): Seconds that a graceful shutdown may take (default: 30).
+
+        Raises:
+            Exception: The first error of a worker.
+        """
         errors: list[BaseException] = []
 
         def end(worker: Worker) -> None:
@@ -122,9 +165,39 @@ class Cluster:
 
 @contextmanager
 def cluster(*names: str | int, graceful: bool = True, **options: Any) -> Iterator[Cluster]:
-    """``with cluster("a", "b") as workers:`` runs workers of these names, ``cluster(128)`` so many of them.
+    """Runs several workers in this process, over memory, for tests of programs that use telegrad.
 
-    The options are those of ``AgentOptions``.
+    Calls, references, autograd, optimizers and modules work as between processes: arguments are copied, functions run
+    on the callee's threads. Inside ``with workers.on(name)`` the calling thread acts for a worker. Module-level
+    variables are shared by all workers, since they are in one process.
+
+    At the end all workers shut down, gracefully unless an exception is under way.
+
+    Args:
+        *names (str): The names of the workers; or one int, for so many workers ``worker0``, ``worker1``, ….
+        graceful (bool, optional): If False, the workers end at once (default: True).
+        **options (Any): ``threads``, ``timeout``, ``heartbeat`` and ``allow_pickle``, which are ``num_worker_threads``,
+            ``rpc_timeout``, ``heartbeat`` and ``allow_pickle`` of ``RpcBackendOptions``.
+
+    Returns:
+        A context manager that gives a :class:`Cluster`.
+
+    Raises:
+        UsageError: A name cannot be the name of a worker.
+
+    Example::
+
+        >>> from telegrad.errors import WorkerLostError
+        >>> from telegrad.testing import cluster
+        >>> with cluster("trainer", "server", timeout=10) as workers, workers.on("trainer"):
+        ...     print(rpc.rpc_sync("server", torch.add, args=(torch.ones(2), 1)))
+        ...     workers.kill("server")
+        ...     try:
+        ...         rpc.rpc_sync("server", abs, args=(-1,))
+        ...     except WorkerLostError:
+        ...         print("lost")
+        tensor([2., 2.])
+        lost
     """
     if len(names) == 1 and isinstance(names[0], int):
         names = tuple(f"worker{number}" for number in range(names[0]))
