@@ -1,4 +1,4 @@
-"""Many workers in one process, over socket pairs."""
+"""Many workers in one process, each pair connected by sockets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from telegrad.testing.faults import Fault, Faults, FaultyStream, Kind
 
 
 class Cluster:
-    """Workers that know each other and nothing else.  Use :func:`cluster`, which also ends them."""
+    """Workers that know each other and nothing else.  Use :func:`cluster`, which also ends them.
+
+    ``workers["a"]`` and ``workers[0]`` are the worker named ``"a"`` and the one with id 0; iteration gives all of them.
+    """
 
     def __init__(self, names: Sequence[str], options: AgentOptions) -> None:
         self.faults = Faults()
@@ -60,7 +63,11 @@ class Cluster:
 
     @contextmanager
     def on(self, which: str | int) -> Iterator[Worker]:
-        """Inside, the calling thread acts for that worker, and ``telegrad.rpc``'s functions work."""
+        """Inside, the calling thread acts for that worker.
+
+        ``telegrad.rpc``, ``telegrad.autograd`` and the rest of telegrad then work as in a process of that worker, on
+        this thread and on no other.
+        """
         with acting_as(self[which]) as worker:
             yield worker
 
@@ -69,14 +76,56 @@ class Cluster:
     def fault(
         self,
         kind: Kind,
-        *types: type,
+        *types: type | str,
         sender: str | None = None,
         receiver: str | None = None,
         count: int | None = None,
         seconds: float = 0.0,
         bytes: int = 0,
     ) -> Fault:
-        """Declares what happens to the connection from sender to receiver at messages of these types."""
+        """Declares what happens to the connection from one worker to another.
+
+        There are two connections between a pair of workers: each carries the requests and the internal messages of the
+        worker that made it, and the answers of the other.  Calls of a worker to itself have no faults.
+
+        Args:
+            kind: ``"stall"``: the message, and all behind it on the same connection, is held back until
+                ``faults.clear()``.  ``"delay"``: the same, for ``seconds``.  ``"cut"``: the connection ends after
+                ``bytes`` of the message, or after all of it if it is shorter; both workers take each other for lost,
+                as they would if the other process died.  ``"half-close"``: the message and all behind it is lost, and
+                the receiver sees the end of the stream.  :meth:`kill` ends a worker, :meth:`cut` the connections
+                between two.
+            types: The messages at which it happens, by name; all if none is given.  ``"Call"`` is a request of
+                ``rpc_sync`` or ``rpc_async``, ``"RemoteCall"`` of ``remote``, ``"Fetch"`` of ``to_here``; ``"Reply"``
+                and ``"Failure"`` answer them; ``"Gradients"`` is the message of a backward pass.  ``_wire/messages.py``
+                has all of them.
+            sender: The worker that sends the message; None: any.
+            receiver: The worker that it is for; None: any.
+            count: At how many messages it happens; None: at all that match.
+            seconds: For a ``"delay"``.
+            bytes: For a ``"cut"``: how much of the message still arrives.
+
+        Returns:
+            The fault.  Its ``hits`` says at how many messages it has happened.
+
+        Raises:
+            UsageError: There is no such kind of fault or message.
+            UnknownWorkerError: There is no such worker.
+
+        Example::
+
+            with cluster("trainer", "ps", timeout=1.0) as workers, workers.on("trainer"):
+                stalled = workers.fault("stall", "Reply", sender="ps")
+                with pytest.raises(RpcTimeoutError):
+                    rpc.rpc_sync("ps", abs, (-1,))
+                assert stalled.hits == 1
+                workers.faults.clear()
+                assert rpc.rpc_sync("ps", abs, (-1,)) == 1
+
+                workers.fault("cut", "Call", receiver="ps", bytes=10)
+                with pytest.raises(WorkerLostError):
+                    rpc.rpc_sync("ps", abs, (-1,))
+        """
         return self.faults.add(
             Fault(
                 kind,
@@ -90,19 +139,30 @@ class Cluster:
         )
 
     def cut(self, one: str, other: str) -> None:
-        """Cuts the connections between two workers; each takes the other for lost."""
+        """Cuts the connections between two workers now; each takes the other for lost, for good."""
         for here, there in ((self[one], self[other]), (self[other], self[one])):
             for link in here.agent.peer(there.id).links:
                 link.fail("the connection was cut")
 
     def kill(self, which: str) -> None:
-        """Ends a worker as ``kill -9`` would: no goodbye, its links just close."""
+        """Ends a worker as ``kill -9`` would: its connections close without a goodbye, and the others take it for lost.
+
+        Its threads cannot be killed: a call that it runs goes on, and its answer goes nowhere.
+        """
         self[which].abandon()
 
     # --- the end ------------------------------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout: float = 30.0) -> None:
-        """Shuts all workers down, each on a thread of its own, as they would in their processes."""
+        """Shuts all workers down, each on a thread of its own, as they would in their processes.
+
+        Args:
+            graceful: Wait until no worker has anything left to do, as ``rpc.shutdown`` does.
+            timeout: For each worker, in seconds.
+
+        Raises:
+            Exception: The first one that the shutdown of a worker raised, if any.
+        """
         errors: list[BaseException] = []
 
         def end(worker: Worker) -> None:
@@ -122,9 +182,28 @@ class Cluster:
 
 @contextmanager
 def cluster(*names: str | int, graceful: bool = True, **options: Any) -> Iterator[Cluster]:
-    """``with cluster("a", "b") as workers:`` runs workers of these names, ``cluster(128)`` so many of them.
+    """Runs workers on threads of this process, for tests of programs that use telegrad.
 
-    The options are those of ``AgentOptions``.
+    What the workers say to each other is encoded and goes through sockets, as between processes.  But they share one
+    interpreter: module-level state is the same for all of them.
+
+    At the end of the ``with`` block all declared faults end, and the workers shut down: gracefully, unless the block
+    raised.
+
+    Args:
+        names: The names of the workers, or one number: so many workers named ``worker0``, ``worker1``, ...
+        graceful: How they shut down, see :meth:`Cluster.shutdown`.
+        options: ``threads``: how many calls a worker runs at once (16).  ``timeout``: of a call, in seconds (60).
+            ``allow_pickle``: whether the workers send and accept pickles (True).
+
+    Example::
+
+        with cluster("trainer", "ps") as workers:
+            with workers.on("trainer"):
+                assert rpc.rpc_sync("ps", abs, (-1,)) == 1
+            workers.kill("ps")
+            with workers.on("trainer"), pytest.raises(WorkerLostError):
+                rpc.rpc_sync("ps", abs, (-1,))
     """
     if len(names) == 1 and isinstance(names[0], int):
         names = tuple(f"worker{number}" for number in range(names[0]))
