@@ -215,6 +215,10 @@ class Agent:
         Only on a Unix socket, where the kernel says which process is at the other end: what a peer on another host says
         of a process here would let it read the memory of that process.
         """
+        if peer.state is not PeerState.KNOWN:  # lost meanwhile, for good; so the peer learns of it too
+            peer.forget(link)
+            link.close()
+            return
         self.liveness.adopt(link)
         record = peer.record
         if link.pid is not None and shared_memory.can_read(link.pid, record.lane_fd, record.lane_word):

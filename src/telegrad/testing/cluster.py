@@ -1,4 +1,4 @@
-"""Many workers in one process, over socket pairs."""
+"""Many workers in one process, each pair connected by sockets."""
 
 from __future__ import annotations
 
@@ -89,14 +89,56 @@ class Cluster:
     def fault(
         self,
         kind: Kind,
-        *types: type,
+        *types: type | str,
         sender: str | None = None,
         receiver: str | None = None,
         count: int | None = None,
         seconds: float = 0.0,
         bytes: int = 0,
     ) -> Fault:
-        """Declares what happens to the connection from sender to receiver at messages of these types."""
+        """Declares what happens to the connection from one worker to another.
+
+        There are two connections between a pair of workers: each carries the requests and the internal messages of the
+        worker that made it, and the answers of the other.  Calls of a worker to itself have no faults.
+
+        Args:
+            kind: ``"stall"``: the message, and all behind it on the same connection, is held back until
+                ``faults.clear()``.  ``"delay"``: the same, for ``seconds``.  ``"cut"``: the connection ends after
+                ``bytes`` of the message, or after all of it if it is shorter; both workers take each other for lost,
+                as they would if the other process died.  ``"half-close"``: the message and all behind it is lost, and
+                the receiver sees the end of the stream.  :meth:`kill` ends a worker, :meth:`cut` the connections
+                between two.
+            types: The messages at which it happens, by name; all if none is given.  ``"Call"`` is a request of
+                ``rpc_sync`` or ``rpc_async``, ``"RemoteCall"`` of ``remote``, ``"Fetch"`` of ``to_here``; ``"Reply"``
+                and ``"Failure"`` answer them; ``"Gradients"`` is the message of a backward pass.  ``_wire/messages.py``
+                has all of them.
+            sender: The worker that sends the message; None: any.
+            receiver: The worker that it is for; None: any.
+            count: At how many messages it happens; None: at all that match.
+            seconds: For a ``"delay"``.
+            bytes: For a ``"cut"``: how much of the message still arrives.
+
+        Returns:
+            The fault.  Its ``hits`` says at how many messages it has happened.
+
+        Raises:
+            UsageError: There is no such kind of fault or message.
+            UnknownWorkerError: There is no such worker.
+
+        Example::
+
+            with cluster("trainer", "ps", timeout=1.0) as workers, workers.on("trainer"):
+                stalled = workers.fault("stall", "Reply", sender="ps")
+                with pytest.raises(RpcTimeoutError):
+                    rpc.rpc_sync("ps", abs, (-1,))
+                assert stalled.hits == 1
+                workers.faults.clear()
+                assert rpc.rpc_sync("ps", abs, (-1,)) == 1
+
+                workers.fault("cut", "Call", receiver="ps", bytes=10)
+                with pytest.raises(WorkerLostError):
+                    rpc.rpc_sync("ps", abs, (-1,))
+        """
         return self.faults.add(
             Fault(
                 kind,
@@ -165,7 +207,7 @@ class Cluster:
 
 @contextmanager
 def cluster(*names: str | int, graceful: bool = True, **options: Any) -> Iterator[Cluster]:
-    """Runs several workers in this process, over memory, for tests of programs that use telegrad.
+    """Runs several workers in this process, over sockets, for tests of programs that use telegrad.
 
     Calls, references, autograd, optimizers and modules work as between processes: arguments are copied, functions run
     on the callee's threads. Inside ``with workers.on(name)`` the calling thread acts for a worker. Module-level
