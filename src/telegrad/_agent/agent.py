@@ -35,9 +35,9 @@ from telegrad._wire.messages import (
     Failure,
     Goodbye,
     InternalMessage,
-    LaneOpen,
+    MemoryReadable,
     Reply,
-    Taken,
+    SegmentReleased,
 )
 from telegrad.errors import (
     HostUnreachableError,
@@ -78,13 +78,13 @@ class Agent:
     ) -> None:
         self.me = me
         self.options = options
-        self.marshal = Marshal(self.peer, options.allow_pickle, me.lane_word)
+        self.marshal = Marshal(self.peer, options.allow_pickle, me.shared_memory_token)
         self._handlers: dict[type, tuple[How, Handler]] = {}
         self.calls = Calls(self)
         self.wait = self.calls.wait
         self.give_up = self.calls.give_up
         self.start_call = self.calls.start
-        for kind, act in ((Taken, self._taken), (LaneOpen, self._lane_open), (Goodbye, self._peer_left)):
+        for kind, act in ((SegmentReleased, self._segment_released), (MemoryReadable, self._memory_readable), (Goodbye, self._peer_left)):
             self.on_request(kind, act, How.QUICK)
         for answer in (Reply, Failure):
             self.on_request(answer, self.calls.discard, How.ANSWER)
@@ -221,8 +221,8 @@ class Agent:
             return
         self.liveness.adopt(link)
         record = peer.record
-        if link.pid is not None and shared_memory.can_read(link.pid, record.lane_fd, record.lane_word):
-            link.send(LaneOpen())
+        if link.pid is not None and shared_memory.can_read(link.pid, record.shared_memory_fd, record.shared_memory_token):
+            link.send(MemoryReadable())
         self.plane.start_reading(link)
 
     def loopback(self) -> Link:
@@ -263,11 +263,11 @@ class Agent:
 
         self.on_request(kind, handle, How.QUICK if quick else How.MESSAGE)
 
-    def _taken(self, link: Link, frame: Frame) -> None:
-        self.marshal.taken(link, frame.message)  # type: ignore[arg-type]
+    def _segment_released(self, link: Link, frame: Frame) -> None:
+        self.marshal.segment_released(link, frame.message)  # type: ignore[arg-type]
 
-    def _lane_open(self, link: Link, frame: Frame) -> None:
-        link.lane_open = link.pid is not None
+    def _memory_readable(self, link: Link, frame: Frame) -> None:
+        link.shares_memory = link.pid is not None
 
     # --- what goes out ------------------------------------------------------------------------------------------
 
@@ -300,8 +300,8 @@ class Agent:
                 self.tick_within(_LAZY_SECONDS)
         else:
             marshal = self.marshal
-            parcel = marshal.close(link, tensors) if tensors is not None else marshal.pack(peer, link, value)
-            link.send(msgspec.structs.replace(message, body=parcel.body), parcel.stream)
+            packed = marshal.close(link, tensors) if tensors is not None else marshal.pack(peer, link, value)
+            link.send(msgspec.structs.replace(message, body=packed.body), packed.stream)
         return peer.state is PeerState.KNOWN
 
     def tensors_for(self, to: int, recorded: bool) -> values.Bundle:
@@ -318,24 +318,24 @@ class Agent:
             link.send(Reply(call_id))
             return
         try:
-            parcel = self.marshal.pack(self.peer(link.peer_id), link, value)
+            packed = self.marshal.pack(self.peer(link.peer_id), link, value)
         except SerializationError:
             raise
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
-        link.send(Reply(call_id, parcel.body), parcel.stream)
+        link.send(Reply(call_id, packed.body), packed.stream)
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
-        failure, parcel = failure_of(
+        failure, packed = failure_of(
             error,
             call_id,
             self.me.name,
             lambda value: self.marshal.pack(peer, link, value),
             tells_where=self.options.allow_pickle,
         )
-        link.send(failure, parcel.stream)
+        link.send(failure, packed.stream)
 
     # --- threads ------------------------------------------------------------------------------------------------
 
@@ -454,7 +454,7 @@ class Agent:
         self.coroutines.close(timeout)
         self.plane.close(timeout)
         self.liveness.close()
-        self.marshal.shelf.close()
+        self.marshal.segments.close()
 
     def __repr__(self) -> str:
         return f"<Agent {self.me.name!r}: {self.calls!r}, {self.plane!r}, {self.peers!r}>"

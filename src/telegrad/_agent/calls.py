@@ -52,7 +52,7 @@ class Calls:
         now = time.monotonic()
         deadline = now + timeout if timeout > 0 else math.inf
         link = peer.link or agent.link_to(peer, deadline)
-        parcel = agent.marshal.pack(peer, link, value, answered=True)
+        packed = agent.marshal.pack(peer, link, value, answered=True)
         then: Any = None
         if future is not None:
             then = _Completion(self, future)
@@ -64,10 +64,10 @@ class Calls:
             what,
             now,
             deadline,
-            lambda call_id: make_message(call_id, parcel.body),
-            parcel.stream,
+            lambda call_id: make_message(call_id, packed.body),
+            packed.stream,
             then,
-            parcel.lent,
+            packed.lent,
         )
         if future is not None:
             future._help = partial(self._help_future, pending, then)

@@ -45,7 +45,7 @@ class Link(Protocol):
     heard: bool  # the peer has sent something
     closed: bool
     pending: dict[int, Any]  # calls that wait for their answer, by id
-    lane_open: bool  # the peer can map this worker's shared memory; kept here for ``_agent.marshal``
+    shares_memory: bool  # the peer can map this worker's shared memory; kept here for ``_agent.marshal``
     held: dict[int, Any]  # segments of shared memory that the peer uses; kept here for ``_agent.marshal``
 
     def send(

@@ -51,7 +51,7 @@ class PythonLink(LinkSchedule):
         self.pid = pid
         self.heard = False
         self.closed = False
-        self.lane_open = False
+        self.shares_memory = False
         self.held: dict[int, Any] = {}
         self.pending: dict[int, PendingCall] = {}
         self.fd = stream.fileno()
