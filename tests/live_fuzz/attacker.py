@@ -74,8 +74,8 @@ class VictimProcess:
         self.allow_pickle = allow_pickle
         self.inbound, address = listen_unix()
         self._honest_door, honest_address = listen_unix()
-        word = base64.b64encode(proof.word).decode()
-        self._setup = Setup(HOSTILE, address, honest_address, os.getpid(), proof.fd, word, allow_pickle)
+        token = base64.b64encode(proof.token).decode()
+        self._setup = Setup(HOSTILE, address, honest_address, os.getpid(), proof.fd, token, allow_pickle)
         self.log = tempfile.NamedTemporaryFile("w+", prefix="live-fuzz-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.victim"],

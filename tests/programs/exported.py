@@ -83,7 +83,7 @@ class Trap:
 def pickle_anyway() -> None:
     """From now on this worker sends pickles to whom it must not."""
 
-    def pack(self: Marshal, peer: Any, link: Any, value: Any, answered: bool = False) -> values.Parcel:
+    def pack(self: Marshal, peer: Any, link: Any, value: Any, answered: bool = False) -> values.PackedValue:
         return values.pack(value, values.Route(peer.id, allow_pickle=True), codec.encode, None)
 
     assert hasattr(Marshal, "pack")

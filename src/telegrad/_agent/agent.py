@@ -40,14 +40,14 @@ from telegrad._wire.messages import (
     Call,
     Failure,
     Goodbye,
-    LaneOpen,
+    MemoryReadable,
     Message,
     Note,
     NoteAck,
     NotePayload,
     RemoteCall,
     Reply,
-    Taken,
+    SegmentReleased,
 )
 from telegrad.errors import (
     HostUnreachableError,
@@ -93,7 +93,7 @@ class Agent:
         self.pool = Pool(me.name, options.threads, on_thread_start)
         self.coroutines = Coroutines(me.name, self.pool, on_thread_start)
         self.calls: Calls[Ticket] = Calls(newest=4 * CORES)
-        self.marshal = Marshal(self.peer, options.allow_pickle, me.lane_word)
+        self.marshal = Marshal(self.peer, options.allow_pickle, me.shared_memory_token)
         self.outcomes = Outcomes(
             self.pool, self.calls, self._open, self.marshal.discard, lambda to: self.peer(to).name, options.allow_pickle
         )
@@ -205,8 +205,10 @@ class Agent:
         """
         self.liveness.adopt(link)
         record = peer.record
-        if link.pid is not None and shared_memory.can_read(link.pid, record.lane_fd, record.lane_word):
-            link.send(LaneOpen())
+        if link.pid is not None and shared_memory.can_read(
+            link.pid, record.shared_memory_fd, record.shared_memory_token
+        ):
+            link.send(MemoryReadable())
 
     def _gone(self, peer: Peer, unanswered: str = "") -> WorkerLostError:
         verb = "has shut down" if peer.state is PeerState.LEFT else "is lost"
@@ -229,17 +231,17 @@ class Agent:
         """Sends a request.  ``message`` makes it from its id and body; ``notice`` is told of the outcome."""
         now = time.monotonic()
         link = peer.link or self.link_to(peer, now + timeout if timeout > 0 else math.inf)
-        parcel = self.marshal.pack(peer, link, value, answered=True)
+        packed = self.marshal.pack(peer, link, value, answered=True)
         ticket = Ticket(link, future, notice)
         try:
             waiting = self.calls.start(link.peer_id, what, now, timeout, ticket)
             self.started_calls += 1
-            if parcel.lent:
-                self._lent[waiting.call_id] = link, parcel.lent
+            if packed.lent:
+                self._lent[waiting.call_id] = link, packed.lent
             self._clock.wake_before(waiting.deadline)
             if future is not None:
                 future._help = partial(self._help_future, waiting)
-            link.send(message(waiting.call_id, parcel.body), parcel.stream, deadline=waiting.deadline)
+            link.send(message(waiting.call_id, packed.body), packed.stream, deadline=waiting.deadline)
         except BaseException:
             self._forget_call(peer, ticket)
             raise
@@ -288,12 +290,12 @@ class Agent:
                     work.append((self.outcomes.discard, link, frame))
                 elif (rest := self.outcomes.settle(waiting.ticket, frame)) is not None:
                     work.append(rest)
-            elif kind is Taken:
-                self.marshal.taken(link, message)  # type: ignore[arg-type]
+            elif kind is SegmentReleased:
+                self.marshal.segment_released(link, message)  # type: ignore[arg-type]
             elif kind is NoteAck:
                 self.mail.acknowledged(link, message)  # type: ignore[arg-type]
-            elif kind is LaneOpen:
-                link.lane_open = link.pid is not None
+            elif kind is MemoryReadable:
+                link.shares_memory = link.pid is not None
             elif kind is Goodbye:
                 self._peer_left(link)  # at once: the end of the connection may be seen next, and is no loss then
             elif kind is Call or kind is RemoteCall:
@@ -317,7 +319,7 @@ class Agent:
             link.send(Reply(call_id), more=True)
             return
         try:
-            parcel = self.marshal.pack(self.peer(link.peer_id), link, value)
+            packed = self.marshal.pack(self.peer(link.peer_id), link, value)
         except SerializationError as error:
             where = f"the result{''.join(error.path)}"
             self.answer_failure(link, call_id, SerializationError(f"{where} cannot be sent back: {error}"))
@@ -325,18 +327,18 @@ class Agent:
         except BaseException as error:  # even a SystemExit from a value's __reduce__
             self.answer_failure(link, call_id, error)
             return
-        link.send(Reply(call_id, parcel.body), parcel.stream, more=True)
+        link.send(Reply(call_id, packed.body), packed.stream, more=True)
 
     def answer_failure(self, link: Link, call_id: int, error: BaseException) -> None:
         peer = self.peer(link.peer_id)
-        failure, parcel = failure_of(
+        failure, packed = failure_of(
             error,
             call_id,
             self.me.name,
             lambda value: self.marshal.pack(peer, link, value),
             tells_where=self.options.allow_pickle,
         )
-        link.send(failure, parcel.stream)
+        link.send(failure, packed.stream)
 
     # --- internal messages, and threads -------------------------------------------------------------------------
 
@@ -498,7 +500,7 @@ class Agent:
         self.coroutines.close(timeout)
         self.pool.close(timeout)
         self.liveness.close()
-        self.marshal.shelf.close()
+        self.marshal.segments.close()
         for act, ticket, _ in self.pool.drain():
             if act == self.outcomes.complete:  # it came in the last moment, and somebody may wait for the future
                 self.outcomes.complete(ticket, None)

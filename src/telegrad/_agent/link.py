@@ -38,7 +38,7 @@ class Link(Protocol):
     dialled: bool  # by this side
     pid: int | None  # the peer's process, where the kernel vouches for it: on a Unix socket
     brings_calls: bool  # and not only notes: a thread that served one looks out for the next
-    lane_open: bool  # the peer can read our segments
+    shares_memory: bool  # the peer can read our segments
     heard: bool  # the peer has sent something on it
     held: dict[int, Any]  # the segments that the peer has not given back, by number
 
@@ -110,7 +110,7 @@ class StreamLink:
         self.dialled = dialled
         self.pid = pid
         self.brings_calls = False
-        self.lane_open = False
+        self.shares_memory = False
         self.heard = False
         self.held: dict[int, Any] = {}
         self._stream = stream

@@ -37,7 +37,7 @@ class MemoryLink:
         self.dialled = dialled
         self.pid: int | None = None
         self.brings_calls = False
-        self.lane_open = False
+        self.shares_memory = False
         self.heard = False
         self.held: dict[int, Any] = {}
         self._agent = agent

@@ -78,11 +78,11 @@ class Mail:
         """
         peer = self._peer(to)
         link = peer.link
-        parcel = values.EMPTY_PARCEL
+        packed = values.PACKED_NONE
         try:
             if tensors is not None or value is not None:
                 link = link or self._link_to(peer)
-                parcel = (
+                packed = (
                     self._marshal.close(link, tensors) if tensors is not None else self._marshal.pack(peer, link, value)
                 )
         except WorkerLostError:
@@ -91,26 +91,26 @@ class Mail:
         with self._lock:
             if peer.state is not PeerState.KNOWN:  # else ``lost`` has yet to come
                 return False
-            note = self._outbox.post(to, payload, now, parcel, self._inbox.acks_for(to))
+            note = self._outbox.post(to, payload, now, packed, self._inbox.acks_for(to))
         if (soon or when_idle) and link is not None:
             link.post(note)
             if when_idle:
                 self._pool.flush_when_idle(link)
             self._clock.wake_before(now + _SOON_SECONDS)
         elif soon or when_idle:  # to dial may take long
-            self._pool.submit((self._send, peer, (note, parcel)))
+            self._pool.submit((self._send, peer, (note, packed)))
         else:
             if link is not None:
-                link.send(note, parcel.stream, more=True)
+                link.send(note, packed.stream, more=True)
             else:
-                self._send(peer, (note, parcel))
+                self._send(peer, (note, packed))
             self._clock.wake_before(now + self._first_pause)  # to repeat it, if need be
         return True
 
-    def _send(self, peer: Peer, what: tuple[Note, values.Parcel]) -> None:
-        note, parcel = what
+    def _send(self, peer: Peer, what: tuple[Note, values.PackedValue]) -> None:
+        note, packed = what
         try:
-            self._link_to(peer).send(note, parcel.stream, more=True)
+            self._link_to(peer).send(note, packed.stream, more=True)
         except TelegradError as error:
             log.debug("note to %r not sent: %s", peer.name, error)  # it is repeated, or the peer is lost
 
@@ -170,8 +170,8 @@ class Mail:
             if now >= self.acks_due:
                 self.acks_due = math.inf  # before the look: a note that comes now sets it anew
                 owing = self._inbox.owing()
-        for to, note, parcel in again:
-            self._pool.submit((self._send, self._peer(to), (note, parcel)))
+        for to, note, packed in again:
+            self._pool.submit((self._send, self._peer(to), (note, packed)))
         for worker in owing:
             for link in self._peer(worker).links[:1]:
                 self._pool.submit((self._acknowledge, link, None))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from telegrad._wire.messages import Note, NotePayload
-from telegrad._wire.values import EMPTY_PARCEL, Parcel
+from telegrad._wire.values import PACKED_NONE, PackedValue
 
 _LONGEST_PAUSE = 5.0
 _MOST_SEEN = 1 << 17  # numbers above the floor that a receiver remembers of one sender
@@ -20,7 +20,7 @@ _MOST_SEEN = 1 << 17  # numbers above the floor that a receiver remembers of one
 @dataclass(slots=True)
 class _Unacknowledged:
     payload: NotePayload
-    parcel: Parcel
+    packed: PackedValue
     pause: float
     due: float
 
@@ -35,7 +35,7 @@ class _Outgoing:
         entry = self.waiting[seq]
         while self.floor not in self.waiting:
             self.floor += 1
-        return Note(seq, self.floor, entry.payload, acks, entry.parcel.body)
+        return Note(seq, self.floor, entry.payload, acks, entry.packed.body)
 
 
 class Outbox:
@@ -46,14 +46,14 @@ class Outbox:
         self._to: dict[int, _Outgoing] = {}
 
     def post(
-        self, to: int, payload: NotePayload, now: float, parcel: Parcel = EMPTY_PARCEL, acks: tuple[int, ...] = ()
+        self, to: int, payload: NotePayload, now: float, packed: PackedValue = PACKED_NONE, acks: tuple[int, ...] = ()
     ) -> Note:
         outgoing = self._to.get(to)
         if outgoing is None:
             outgoing = self._to[to] = _Outgoing()
         seq = outgoing.next_seq
         outgoing.next_seq += 1
-        outgoing.waiting[seq] = _Unacknowledged(payload, parcel, self._first_pause, now + self._first_pause)
+        outgoing.waiting[seq] = _Unacknowledged(payload, packed, self._first_pause, now + self._first_pause)
         return outgoing.note(seq, acks)
 
     def acknowledged(self, by: int, seqs: tuple[int, ...]) -> None:
@@ -62,7 +62,7 @@ class Outbox:
             for seq in seqs:
                 waiting.pop(seq, None)
 
-    def due(self, now: float) -> list[tuple[int, Note, Parcel]]:
+    def due(self, now: float) -> list[tuple[int, Note, PackedValue]]:
         """The notes to send again."""
         again = []
         for to, outgoing in self._to.items():
@@ -70,7 +70,7 @@ class Outbox:
                 if entry.due <= now:
                     entry.pause = min(entry.pause * 2, _LONGEST_PAUSE)
                     entry.due = now + entry.pause
-                    again.append((to, outgoing.note(seq), entry.parcel))
+                    again.append((to, outgoing.note(seq), entry.packed))
         return again
 
     def lost(self, worker: int) -> None:

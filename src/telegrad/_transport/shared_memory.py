@@ -1,13 +1,13 @@
-"""The same-host lane: big buffers travel in memory that both processes see.
+"""Shared memory: big buffers for a worker on the same host go through memory that both processes map.
 
 A socket copies twice, into the kernel and out of it; here the sender copies once, into a *segment*, and the receiver
 builds its tensors right on it::
 
     sender, SegmentPool                                          receiver, PeerSegments
     1. copies the buffer into a segment (a sealed memfd)
-    2. ── InPeer(segment, fd, size), in the message ──▶       3. maps /proc/<pid>/fd/<fd>, or finds it mapped
-                                                           4. a tensor lives on it, for as long as it likes
-    6. the segment is free for the next        ◀── Taken ──   5. the last tensor over it is gone
+    2. ── InSegment(segment, fd, size), in the message ──▶    3. maps /proc/<pid>/fd/<fd>, or finds it mapped
+                                                              4. a tensor lives on it, for as long as it likes
+    6. the segment is free for the next ◀── SegmentReleased ── 5. the last tensor over it is gone
 
 To touch a segment for the first time costs more than to copy it (64 MiB: 29 ms against 6), so both sides keep theirs
 mapped for the next message.  A segment that is not given back, because the link broke or because the receiver wants to
@@ -31,7 +31,7 @@ import numpy as np
 from telegrad._transport.buffers import Idle, Memory, size_class
 from telegrad._transport.copier import Copier
 
-LANE_LIMIT = 64 << 10  # below this a socket is as fast
+SHARED_FROM = 64 << 10  # below this a socket is as fast
 _MOST_SEGMENTS = 256  # a descriptor each; beyond them buffers go by the socket
 _KEEP_BYTES = 1 << 30
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -44,26 +44,26 @@ _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Proof:
-    """A random word in a memfd, for a peer to read: whoever can, can read our segments too."""
+    """A random token in a memfd, for a peer to read: whoever can, can read our segments too."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.word = secrets.token_bytes(32)
-        self.fd = _memfd(_name(self.word, 0), len(self.word))
+        self.token = secrets.token_bytes(32)
+        self.fd = _memfd(_name(self.token, 0), len(self.token))
         weakref.finalize(self, os.close, self.fd)
-        os.pwrite(self.fd, self.word, 0)
+        os.pwrite(self.fd, self.token, 0)
 
 
-def can_read(pid: int, fd: int, word: bytes) -> bool:
-    """Whether this process can read that word from that descriptor of that process."""
-    if len(word) != 32:
+def can_read(pid: int, fd: int, token: bytes) -> bool:
+    """Whether this process can read that token from that descriptor of that process."""
+    if len(token) != 32:
         return False
     try:
-        found = _open(pid, fd, word, 0, len(word))
+        found = _open(pid, fd, token, 0, len(token))
     except OSError:
         return False
     try:
-        return os.pread(found, len(word), 0) == word
+        return os.pread(found, len(token), 0) == token
     finally:
         os.close(found)
 
@@ -71,10 +71,10 @@ def can_read(pid: int, fd: int, word: bytes) -> bool:
 class Segment:
     """Shared memory as its maker sees it.  Dropping it gives it up; the receiver's mapping is its own."""
 
-    def __init__(self, number: int, word: bytes, size: int) -> None:
+    def __init__(self, number: int, token: bytes, size: int) -> None:
         self.number = number
         self.size = size
-        self.fd = _memfd(_name(word, number), size)
+        self.fd = _memfd(_name(token, number), size)
         self._close = weakref.finalize(self, os.close, self.fd)
         self._close.atexit = False
         self.memory = _map(self.fd, size)
@@ -84,8 +84,8 @@ class Segment:
 class SegmentPool:
     """Where a worker lays out what its neighbours may take."""
 
-    def __init__(self, word: bytes) -> None:
-        self._word = word
+    def __init__(self, token: bytes) -> None:
+        self._token = token
         self._numbers = itertools.count(1)
         self._segments: weakref.WeakSet[Segment] = weakref.WeakSet()
         self._idle: Idle[Segment] = Idle(_KEEP_BYTES)
@@ -100,7 +100,7 @@ class SegmentPool:
                 self._idle.trim()  # of other sizes
                 return None
             try:
-                segment = Segment(next(self._numbers), self._word, wanted)
+                segment = Segment(next(self._numbers), self._token, wanted)
             except OSError:
                 return None
             self._segments.add(segment)
@@ -124,9 +124,9 @@ class SegmentPool:
 class PeerSegments:
     """One peer's segments, as a receiver sees them."""
 
-    def __init__(self, pid: int, word: bytes) -> None:
+    def __init__(self, pid: int, token: bytes) -> None:
         self._pid = pid
-        self._word = word
+        self._token = token
         self._lock = threading.Lock()
         self._mapped: dict[int, Any] = {}  # the last ones used, the latest at the end; a tensor holds its own
         self._bytes = 0
@@ -147,7 +147,7 @@ class PeerSegments:
         return np.frombuffer(memory, np.uint8, size)
 
     def _map(self, number: int, fd: int, size: int) -> Any:
-        found = _open(self._pid, fd, self._word, number, size)
+        found = _open(self._pid, fd, self._token, number, size)
         try:
             return _map(found, os.fstat(found).st_size)
         finally:
@@ -173,8 +173,8 @@ class PeerSegments:
         return f"<PeerSegments to process {self._pid}: {len(self._mapped)} segments, {self._bytes:,} bytes>"
 
 
-def _name(word: bytes, number: int) -> str:
-    return f"telegrad-{word[:8].hex()}-{number}"
+def _name(token: bytes, number: int) -> str:
+    return f"telegrad-{token[:8].hex()}-{number}"
 
 
 def _memfd(name: str, size: int) -> int:
@@ -188,7 +188,7 @@ def _memfd(name: str, size: int) -> int:
     return fd
 
 
-def _open(pid: int, fd: int, word: bytes, number: int, size: int) -> int:
+def _open(pid: int, fd: int, token: bytes, number: int, size: int) -> int:
     """A descriptor of our own for a segment of another process.
 
     By now the number may stand for another file there, so its name must be right; and its owner must not be able to
@@ -197,7 +197,7 @@ def _open(pid: int, fd: int, word: bytes, number: int, size: int) -> int:
     found = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         name = os.readlink(f"/proc/self/fd/{found}")
-        if name != f"/memfd:{_name(word, number)} (deleted)":
+        if name != f"/memfd:{_name(token, number)} (deleted)":
             raise OSError(f"descriptor {fd} of process {pid} is not segment {number}")
         if fcntl.fcntl(found, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(found).st_size < size:
             raise OSError(f"segment {number} of process {pid} is not a sealed one of {size:,} bytes")

@@ -13,9 +13,9 @@ Barrier         shutdown           Reply or Failure    yes, the leader counts wo
 Reply, Failure  callee             nothing             an unknown call id is ignored
 Note            anyone             NoteAck             repeated until acknowledged; the receiver takes it once
 NoteAck         receiver of a Note nothing             yes
-Taken           receiver of a body nothing             never repeated: the segment may be out again
+SegmentReleased receiver of a body nothing             never repeated: the segment may be out again
 Goodbye         anyone             nothing             yes
-LaneOpen        anyone             nothing             yes
+MemoryReadable  anyone             nothing             yes
 =============== ================== =================== ==========================================================
 
 On a link, the side that dialled sends requests (``FROM_DIALLER``), and the other side answers them
@@ -63,8 +63,8 @@ class TensorMeta(_Record, frozen=True):
     device: str | None = None  # where the receiver should put it; None: the CPU
 
 
-class InPeer(_Record, frozen=True):
-    """A buffer in memory that the sender shares with its neighbours (the same-host lane)."""
+class InSegment(_Record, frozen=True):
+    """A buffer in a segment of shared memory that the sender owns, for a receiver on the same host."""
 
     segment: Size
     fd: Size  # the sender's descriptor of the segment
@@ -100,7 +100,7 @@ Tree = None | bool | int | float | str | msgspec.msgpack.Ext | Node
 
 
 #: A buffer inside the header, the length of one that follows it, or one in memory that both see.
-Buffer = bytearray | Size | InPeer
+Buffer = bytearray | Size | InSegment
 
 
 class Body(_Record, frozen=True):
@@ -166,8 +166,8 @@ class Failure(_Record, frozen=True, tag=5):
     body: Body = EMPTY_BODY
 
 
-class Taken(_Record, frozen=True, tag=6):
-    """The receiver needs a segment of the sender no more; or keeps it for good, so that the sender must forget it."""
+class SegmentReleased(_Record, frozen=True, tag=6):
+    """The receiver no longer uses a segment; ``kept``: it keeps the memory, so the sender must not reuse it."""
 
     segment: int
     kept: bool = False
@@ -180,8 +180,8 @@ class Goodbye(_Record, frozen=True, tag=9):
     """The sender shuts down on purpose; what follows is not a loss."""
 
 
-class LaneOpen(_Record, frozen=True, tag=11):
-    """The sender can see the receiver's segments, which may lay big buffers there for it."""
+class MemoryReadable(_Record, frozen=True, tag=11):
+    """The sender can read the receiver's segments, so big buffers may go to it through them."""
 
 
 class Barrier(_Record, frozen=True, tag=10):
@@ -366,8 +366,10 @@ class NoteAck(_Record, frozen=True, tag=31):
     seqs: tuple[int, ...]
 
 
-Message = Call | RemoteCall | Fetch | Reply | Failure | Taken | Goodbye | LaneOpen | Barrier | Note | NoteAck
+Message = (
+    Call | RemoteCall | Fetch | Reply | Failure | SegmentReleased | Goodbye | MemoryReadable | Barrier | Note | NoteAck
+)
 
-_FROM_BOTH = frozenset((Taken, Goodbye, LaneOpen, NoteAck))
+_FROM_BOTH = frozenset((SegmentReleased, Goodbye, MemoryReadable, NoteAck))
 FROM_DIALLER = _FROM_BOTH | {Call, RemoteCall, Fetch, Barrier, Note}
 FROM_DIALLED = _FROM_BOTH | {Reply, Failure}

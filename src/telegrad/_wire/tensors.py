@@ -28,7 +28,7 @@ from telegrad._wire.dtypes import (
     NUMPY_DTYPES,
     QUANTIZED_DTYPES,
 )
-from telegrad._wire.messages import InPeer, TensorMeta
+from telegrad._wire.messages import InSegment, TensorMeta
 from telegrad.errors import SerializationError, UsageError
 
 INLINE_LIMIT = 32 << 10  # bytes of one buffer: a round trip with 16 KB takes 65 us so, and 105 beside the header
@@ -69,23 +69,23 @@ class Segment(Protocol):
 
 
 #: Copies (address, size) into a segment; None for a buffer that had better go another way.
-Lane = Callable[[int, int], Segment | None]
+CopyToSegment = Callable[[int, int], Segment | None]
 
 
-class Packed:
+class OutgoingBuffers:
     """The buffers of one message on their way out."""
 
-    __slots__ = ("_budget", "_lane", "buffers", "segments", "stream")
+    __slots__ = ("_budget", "_to_segment", "buffers", "segments", "stream")
 
-    def __init__(self, lane: Lane | None = None) -> None:
-        self.buffers: list[bytes | int | InPeer] = []
+    def __init__(self, to_segment: CopyToSegment | None = None) -> None:
+        self.buffers: list[bytes | int | InSegment] = []
         self.stream: list[memoryview] = []  # follow the header
         self.segments: list[Segment] = []
         self._budget = INLINE_BUDGET
-        self._lane = lane
+        self._to_segment = to_segment
 
     def clear(self) -> None:
-        self.__init__(self._lane)  # type: ignore[misc]
+        self.__init__(self._to_segment)  # type: ignore[misc]
 
     def inlines(self, size: int) -> bool:
         """Whether a buffer of that size rides inside the header; if so, it is counted."""
@@ -103,9 +103,12 @@ class Packed:
         size = array.nbytes
         if self.inlines(size):
             self.buffers.append(array.tobytes())
-        elif self._lane is not None and (segment := self._lane(array.__array_interface__["data"][0], size)) is not None:
+        elif (
+            self._to_segment is not None
+            and (segment := self._to_segment(array.__array_interface__["data"][0], size)) is not None
+        ):
             self.segments.append(segment)
-            self.buffers.append(InPeer(segment.number, segment.fd, size))
+            self.buffers.append(InSegment(segment.number, segment.fd, size))
         else:
             self.buffers.append(size)
             flat: Any = array.reshape(-1).view(np.uint8)
@@ -116,16 +119,16 @@ class Packed:
 DeviceMap = Callable[[torch.device], str | None]
 
 
-def pack(tensors: Sequence[Tensor], packed: Packed, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
-    """Describes the tensors and puts their memory into ``packed``."""
+def pack(tensors: Sequence[Tensor], out: OutgoingBuffers, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
+    """Describes the tensors and puts their memory into ``out``."""
     if len(tensors) == 1 or all_apart(tensors):
-        return tuple([_pack_one(tensor, packed, device_for) for tensor in tensors])
+        return tuple([_pack_one(tensor, out, device_for) for tensor in tensors])
     shared = overlaps(tensors)
     return tuple(
         [
-            _pack_shared(tensor, shared[id(tensor)], packed)
+            _pack_shared(tensor, shared[id(tensor)], out)
             if id(tensor) in shared
-            else _pack_one(tensor, packed, device_for)
+            else _pack_one(tensor, out, device_for)
             for tensor in tensors
         ]
     )
@@ -136,7 +139,7 @@ def _flags(tensor: Tensor) -> int:
     return flags | _PARAMETER if type(tensor) is not Tensor else flags
 
 
-def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMeta:
+def _pack_one(tensor: Tensor, out: OutgoingBuffers, device_for: DeviceMap) -> TensorMeta:
     flags = _flags(tensor)
     # The hot path: numpy() refuses whatever is not plain memory, in one call instead of ten questions, each of which
     # costs 2 us when torch's code is not in the core's caches, as between two calls.
@@ -147,7 +150,7 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
     else:
         code = NUMPY_CODES.get(array.dtype.num)
         if code is not None and array.flags.c_contiguous:
-            return TensorMeta(code, array.shape, packed.add_array(array), None, 0, flags)
+            return TensorMeta(code, array.shape, out.add_array(array), None, 0, flags)
     if not in_table(tensor):
         raise NotInTable
     device = None
@@ -157,7 +160,7 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
         device = device_for(tensor.device)
         tensor = tensor.cpu()
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return _pack_composite(tensor, flags, packed, device)
+        return _pack_composite(tensor, flags, out, device)
     if tensor.is_conj():
         tensor, flags = tensor.conj(), flags | _CONJUGATE
     if tensor.is_neg():
@@ -171,12 +174,12 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
         else:
             stride = tensor.stride()
     size = tensor.nbytes if stride is None else span(tensor) * tensor.itemsize
-    if packed.inlines(size):
-        packed.buffers.append(ctypes.string_at(tensor.data_ptr(), size))
-        buffer = len(packed.buffers) - 1
+    if out.inlines(size):
+        out.buffers.append(ctypes.string_at(tensor.data_ptr(), size))
+        buffer = len(out.buffers) - 1
     else:
         start = int(tensor.storage_offset()) * tensor.itemsize
-        buffer = packed.add_array(_memory(tensor, start, size))
+        buffer = out.add_array(_memory(tensor, start, size))
     return TensorMeta(
         DTYPE_CODES[tensor.dtype], tuple(tensor.shape), buffer, gaps or stride, 0, flags, 0, (), (), device
     )
@@ -194,7 +197,7 @@ def _memory(tensor: Tensor, start: int, size: int) -> NDArray[np.uint8]:
     return flat.numpy()
 
 
-def _pack_composite(tensor: Tensor, flags: int, packed: Packed, device: str | None) -> TensorMeta:
+def _pack_composite(tensor: Tensor, flags: int, out: OutgoingBuffers, device: str | None) -> TensorMeta:
     """Sparse and quantised tensors: a few plain ones and how to put them together."""
     detached = tensor.detach()
     scalars: tuple[float, ...] = ()
@@ -217,19 +220,19 @@ def _pack_composite(tensor: Tensor, flags: int, packed: Packed, device: str | No
     else:
         raise SerializationError(f"a tensor of layout {tensor.layout} cannot be sent: call .to_dense() on it first")
     metas = tuple(
-        _pack_one(part if span(part) >= part.numel() else part.contiguous(), packed, lambda _: None) for part in parts
+        _pack_one(part if span(part) >= part.numel() else part.contiguous(), out, lambda _: None) for part in parts
     )
     return TensorMeta(
         DTYPE_CODES[tensor.dtype], tuple(tensor.shape), -1, None, 0, flags, layout, metas, scalars, device
     )
 
 
-def _pack_shared(tensor: Tensor, region: Region, packed: Packed) -> TensorMeta:
+def _pack_shared(tensor: Tensor, region: Region, out: OutgoingBuffers) -> TensorMeta:
     if region.buffer < 0:
         # Elements are addressed in their own size, so the region begins where the widest one is aligned.
         widest = max(member.itemsize for member in region.members)
         region.start -= region.start % widest
-        region.buffer = packed.add_array(_memory(tensor, region.start, region.end - region.start))
+        region.buffer = out.add_array(_memory(tensor, region.start, region.end - region.start))
     flags = _flags(tensor)
     flags |= _CONJUGATE if tensor.is_conj() else 0
     flags |= _NEGATIVE if tensor.is_neg() else 0

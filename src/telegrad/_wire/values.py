@@ -17,7 +17,15 @@ from torch import Tensor
 from telegrad._wire.frames import MAX_HEADER
 from telegrad._wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
 from telegrad._wire.pickles import advice_on, dump, load
-from telegrad._wire.tensors import DeviceMap, Lane, NotInTable, Packed, Segment, in_table, no_device_map
+from telegrad._wire.tensors import (
+    CopyToSegment,
+    DeviceMap,
+    NotInTable,
+    OutgoingBuffers,
+    Segment,
+    in_table,
+    no_device_map,
+)
 from telegrad._wire.tensors import pack as pack_tensors
 from telegrad._wire.tensors import unpack as unpack_tensors
 from telegrad._wire.tree import NotPlain, Reference, TreeReader, TreeWriter
@@ -38,7 +46,7 @@ class Route:
 
 
 @dataclass(slots=True)
-class Parcel:
+class PackedValue:
     """A body on its way out, with the memory that goes beside the header."""
 
     body: Body = EMPTY_BODY
@@ -47,31 +55,38 @@ class Parcel:
     lent: Sequence[Reference] = ()  # must not go before the answer comes
 
 
-EMPTY_PARCEL = Parcel()
+PACKED_NONE = PackedValue()
 
 
 def pack(
-    value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: Lane | None = None, answered: bool = False
-) -> Parcel:
-    """Turns a value into a parcel for one peer.
+    value: Any,
+    route: Route,
+    encode_tree: Callable[[Any], bytes],
+    to_segment: CopyToSegment | None = None,
+    answered: bool = False,
+) -> PackedValue:
+    """Packs a value for one peer.
 
-    ``encode_tree`` tries the tree, so that its failure is known here.  Big buffers go by the lane, if there is one.
+    ``encode_tree`` tries the tree, so that its failure is known here.  ``to_segment`` copies big buffers into shared
+    memory.
     ``answered``: it is the body of a request, so references may be lent to their owner instead of shared.
     """
-    packed = Packed(lane)
+    out = OutgoingBuffers(to_segment)
     try:
-        writer, body = _write(value, route, encode_tree, packed)
+        writer, body = _write(value, route, encode_tree, out)
     except SerializationError as error:
         raise _located(value, route, encode_tree, error) from error.__cause__
     if not writer.rrefs:
-        return Parcel(body, packed.stream, packed.segments)
+        return PackedValue(body, out.stream, out.segments)
     # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
     rrefs = _share(writer.rrefs, route.to, answered)
     lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
-    return Parcel(msgspec.structs.replace(body, rrefs=rrefs), packed.stream, packed.segments, lent)
+    return PackedValue(msgspec.structs.replace(body, rrefs=rrefs), out.stream, out.segments, lent)
 
 
-def _write(value: Any, route: Route, encode_tree: Callable[[Any], bytes], packed: Packed) -> tuple[TreeWriter, Body]:
+def _write(
+    value: Any, route: Route, encode_tree: Callable[[Any], bytes], out: OutgoingBuffers
+) -> tuple[TreeWriter, Body]:
     """A body without its references."""
     pickle_index = -1
     pickle_buffers: tuple[int, ...] = ()
@@ -80,7 +95,7 @@ def _write(value: Any, route: Route, encode_tree: Callable[[Any], bytes], packed
         tree = writer.write(value)
         if len(encode_tree(tree)) > MAX_HEADER // 2:
             raise NotPlain  # the header has no room for it; a pickle goes beside the header
-        metas, extra = _pack_tensors(writer.tensors, packed, route)
+        metas, extra = _pack_tensors(writer.tensors, out, route)
     except (NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
             raise
@@ -90,12 +105,12 @@ def _write(value: Any, route: Route, encode_tree: Callable[[Any], bytes], packed
                 f"only plain data, tensors and references can go{advice_on(value)}"
             ) from reason
         tree = None
-        packed.clear()
+        out.clear()
         writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
-        pickle_index = packed.add(data)
-        pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
-        metas, extra = _pack_tensors(writer.tensors, packed, route)
-    body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, (), extra)  # type: ignore[arg-type]
+        pickle_index = out.add(data)
+        pickle_buffers = tuple(out.add(buffer.raw()) for buffer in out_of_band)
+        metas, extra = _pack_tensors(writer.tensors, out, route)
+    body = Body(tree, pickle_index, pickle_buffers, tuple(out.buffers), metas, (), extra)  # type: ignore[arg-type]
     return writer, body
 
 
@@ -111,7 +126,7 @@ def _located(
     while len(path) < _DEEPEST_PATH:
         for step, part in _parts_of(value, route.allow_pickle):
             try:
-                _write(part, route, encode_tree, Packed())
+                _write(part, route, encode_tree, OutgoingBuffers())
             except SerializationError as problem:
                 path.append(step)
                 value, error = part, problem
@@ -145,12 +160,12 @@ def _goes_by_attributes(kind: Any) -> bool:
 class Bundle:
     """A list of tensors on its way to one peer, which may grow until it goes.  It needs no tree."""
 
-    __slots__ = ("_extra", "_metas", "_packed", "_recorded", "_route")
+    __slots__ = ("_extra", "_metas", "_out", "_recorded", "_route")
 
-    def __init__(self, route: Route, lane: Lane | None = None, recorded: bool = True) -> None:
+    def __init__(self, route: Route, to_segment: CopyToSegment | None = None, recorded: bool = True) -> None:
         self._route = route
         self._recorded = recorded
-        self._packed = Packed(lane)
+        self._out = OutgoingBuffers(to_segment)
         self._metas: tuple[TensorMeta, ...] = ()
         self._extra: Any = None
 
@@ -160,7 +175,7 @@ class Bundle:
             for tensor in tensors:
                 if type(tensor) is not Tensor and not in_table(tensor):
                     raise NotInTable
-            self._metas += pack_tensors(tensors, self._packed, self._route.device_for)
+            self._metas += pack_tensors(tensors, self._out, self._route.device_for)
         except NotInTable:
             raise SerializationError("a tensor among them can only go through pickle") from None
         if self._recorded and self._route.outgoing is not None:
@@ -170,12 +185,12 @@ class Bundle:
     @property
     def is_small(self) -> bool:
         """Whether all of it goes inside the header."""
-        return not (self._packed.stream or self._packed.segments)
+        return not (self._out.stream or self._out.segments)
 
-    def parcel(self) -> Parcel:
-        packed = self._packed
-        body = Body(buffers=tuple(packed.buffers), tensors=self._metas, extra=self._extra)  # type: ignore[arg-type]
-        return Parcel(body, packed.stream, packed.segments)
+    def packed(self) -> PackedValue:
+        out = self._out
+        body = Body(buffers=tuple(out.buffers), tensors=self._metas, extra=self._extra)  # type: ignore[arg-type]
+        return PackedValue(body, out.stream, out.segments)
 
 
 def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFork, ...]:
@@ -191,8 +206,8 @@ def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFo
     return tuple(forks)
 
 
-def _pack_tensors(tensors: list[Tensor], packed: Packed, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
-    metas = pack_tensors(tensors, packed, route.device_for) if tensors else ()
+def _pack_tensors(tensors: list[Tensor], out: OutgoingBuffers, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
+    metas = pack_tensors(tensors, out, route.device_for) if tensors else ()
     return metas, route.outgoing(route.to, tensors) if route.outgoing is not None else None
 
 
