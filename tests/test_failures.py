@@ -54,7 +54,7 @@ def raised(error: BaseException) -> BaseException:
 
 
 def packed(value: Any) -> PackedValue:
-    return pack(value, Route(1), codec.encode)
+    return pack(value, Route(1))
 
 
 def sent(error: BaseException) -> Failure:

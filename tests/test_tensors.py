@@ -490,7 +490,7 @@ def test_what_went_through_shared_memory_is_a_snapshot_and_needs_the_original_no
     neighbours = Neighbours(limit=10_000)
     tensor = torch.arange(100_000.0)
     gone = weakref.ref(tensor)
-    packed = values.pack([tensor], values.Route(1), codec.encode, neighbours.to_segment)
+    packed = values.pack([tensor], values.Route(1), neighbours.to_segment)
     tensor.zero_()
     del tensor
     assert gone() is None
@@ -501,7 +501,7 @@ def test_what_went_through_shared_memory_is_a_snapshot_and_needs_the_original_no
 
 @pytest.mark.parametrize("make", [lambda: torch.arange(99_999.0), lambda: torch.arange(99_999.0)[::3]])
 def test_what_is_still_to_be_sent_is_kept_alive(make):
-    packed = values.pack([make()], values.Route(1), codec.encode)
+    packed = values.pack([make()], values.Route(1))
     gc.collect()
     assert b"".join(packed.stream) == make().numpy().tobytes()
 
@@ -966,9 +966,7 @@ def corpus():
     return [base, base.t(), base[1], base.bfloat16(), base.to_sparse(), *quantised, *compressed]
 
 
-PACKED_VALUES = [
-    codec.encode(Reply(1, values.pack(value, values.Route(1), codec.encode).body)) for value in [*corpus(), corpus()]
-]
+PACKED_VALUES = [codec.encode(Reply(1, values.pack(value, values.Route(1)).body)) for value in [*corpus(), corpus()]]
 
 
 @quiet_quantised

@@ -197,6 +197,13 @@ def test_numbers_longer_than_python_prints():
     assert trip(1 << 100_000).value == 1 << 100_000
 
 
+def test_a_tree_is_encoded_once():
+    """When the value is packed; encoding the message copies the bytes."""
+    packed = pack({"key": [1, 2, (3, "text")]}, Route(1))
+    assert type(packed.body.tree) is msgspec.Raw
+    assert bytes(packed.body.tree) in codec.encode(Reply(1, packed.body))
+
+
 def test_plain_data_larger_than_a_header_go_beside_it(monkeypatch):
     monkeypatch.setattr(values, "MAX_HEADER", 100_000)
     value = {"blob": bytes(200_000), "tensor": torch.ones(3)}
@@ -382,7 +389,7 @@ def test_all_big_buffers_of_a_pickle_go_through_shared_memory():
 def test_an_array_through_shared_memory_is_a_snapshot():
     array = np.arange(50_000)
     neighbours = Neighbours(limit=20_000)
-    packed = pack({"array": array}, Route(1), codec.encode, neighbours.to_segment)
+    packed = pack({"array": array}, Route(1), neighbours.to_segment)
     array[:] = 0
     body = codec.decode(codec.encode(Reply(1, packed.body))).body
     got = receive(body, [], borrowed=neighbours.borrow(body))[1]["array"]
@@ -399,7 +406,7 @@ def test_a_first_attempt_that_failed_leaves_no_segment_behind():
     """The tensor was laid out already when the next one turned out to need a pickle."""
     neighbours = Neighbours(limit=20_000)
     plain, other = torch.arange(50_000.0), torch.ones(3).as_subclass(Subclass)
-    packed = pack([plain, other], Route(1), codec.encode, neighbours.to_segment)
+    packed = pack([plain, other], Route(1), neighbours.to_segment)
     assert packed.body.pickle >= 0
     assert len(packed.segments) == len(neighbours.pool._segments) == 1
     body = codec.decode(codec.encode(Reply(1, packed.body))).body
@@ -414,7 +421,7 @@ def test_a_value_that_cannot_be_sent_leaves_no_segment_behind(allow_pickle):
     for unsendable in (threading.Lock(), torch.ones(2).to_mkldnn()):
         value = [torch.arange(50_000.0), np.arange(50_000), unsendable]
         with pytest.raises(TelegradError):
-            pack(value, Route(1, allow_pickle), codec.encode, neighbours.to_segment)
+            pack(value, Route(1, allow_pickle), neighbours.to_segment)
     gc.collect()
     assert len(neighbours.pool._segments) == 0
 
@@ -426,7 +433,7 @@ def test_shared_memory_that_is_full_in_the_middle_of_a_value():
     def to_segment(address, size):
         return neighbours.to_segment(address, size) if len(neighbours.pool._segments) < 3 else None
 
-    packed = pack(sent, Route(1), codec.encode, to_segment)
+    packed = pack(sent, Route(1), to_segment)
     assert [type(buffer) for buffer in packed.body.buffers] == [InSegment] * 3 + [int] * 3
     body = codec.decode(codec.encode(Reply(1, packed.body))).body
     streamed = [bytearray(memory) for memory in packed.stream]
@@ -687,7 +694,7 @@ def test_a_function_of_the_same_main_program_goes_by_name(main_function):
 
 
 def test_a_function_of_another_main_program_goes_by_value(main_function, monkeypatch):
-    packed = pack([main_function], Route(1, same_main=False), codec.encode)
+    packed = pack([main_function], Route(1, same_main=False))
     monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
     body = codec.decode(codec.encode(Reply(1, packed.body))).body
     assert receive(body, [])[1][0](1) == 2
@@ -699,7 +706,7 @@ def test_a_function_of_another_main_program_is_refused_without_cloudpickle(main_
 
 
 def test_a_function_that_the_receiver_does_not_have(main_function, monkeypatch):
-    packed = pack([main_function], Route(1), codec.encode)
+    packed = pack([main_function], Route(1))
     monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
     body = codec.decode(codec.encode(Reply(1, packed.body))).body
     with pytest.raises(SerializationError, match="cannot import 'job' from module '__main__'"):
@@ -738,7 +745,7 @@ def test_an_object_that_cannot_be_rebuilt():
 
 
 def test_a_pickle_that_was_cut():
-    body = pack(Point(1, 2), Route(1), codec.encode).body
+    body = pack(Point(1, 2), Route(1)).body
     with pytest.raises(SerializationError, match="cannot rebuild"):
         unpack(body, [bytearray(body.buffers[0][:-5])], (), (), True)
 
@@ -786,7 +793,7 @@ def test_references_ride_beside_the_value(wrap):
 def test_a_value_that_cannot_be_sent_shares_no_reference(bad):
     sent = Shared(5)
     with pytest.raises(SerializationError):
-        pack([sent, bad], Route(1, allow_cloudpickle=False), codec.encode)
+        pack([sent, bad], Route(1, allow_cloudpickle=False))
     assert sent.shared_with == []
 
 
@@ -798,7 +805,7 @@ def test_a_tensor_without_a_device_map_shares_no_reference():
 
     route = Route(1, outgoing=lambda to, tensors: refuse(to))
     with pytest.raises(UsageError, match="no map"):
-        pack([sent, torch.ones(2)], route, codec.encode)
+        pack([sent, torch.ones(2)], route)
     assert sent.shared_with == []
 
 
@@ -810,12 +817,12 @@ def test_the_interceptor_sees_the_tensors(wrap):
     seen = []
     tensors = [torch.ones(2), torch.zeros(3)]
     route = Route(1, outgoing=lambda to, found: seen.append((to, found)) or [7, "extra"])
-    body = pack(wrap(tensors), route, codec.encode).body
+    body = pack(wrap(tensors), route).body
     ((to, found),) = seen
     assert to == 1
     assert all(map(torch.equal, found, tensors))
     assert body.extra == [7, "extra"]
-    assert pack([1, 2], route, codec.encode).body.extra == [7, "extra"]
+    assert pack([1, 2], route).body.extra == [7, "extra"]
     assert seen[1:] == [(1, [])], "it sees every body, also one without tensors"
 
 
@@ -860,7 +867,7 @@ def test_without_pickle_tensors_go_out():
 
 
 def test_without_pickle_no_pickle_comes_in():
-    packed = pack(Point(1, 2), Route(1), codec.encode)
+    packed = pack(Point(1, 2), Route(1))
     with pytest.raises(SerializationError, match=r"takes none \(allow_pickle=False\)"):
         receive(packed.body, [], allow_pickle=False)
 
@@ -1121,7 +1128,7 @@ def test_fuzz_trees(canary, tree, index, pickle_buffers, with_tensor):
 def packed_values(pickled):
     """Marshal of plain data, and one that holds the canary where a pickle belongs."""
     parts = [[1, {"a": (2.5, None), "b": {1, 2}}], [torch.ones(2), torch.ones(3, 4).t(), slice(1, 2)], list(PLAIN)]
-    bodies = [pack(part, Route(1), codec.encode).body for part in parts]
+    bodies = [pack(part, Route(1)).body for part in parts]
     bodies.append(Body(None, 0, (), (pickled,)))
     bodies.append(Body(Node(0, [Ext(0, pickled)]), -1, (0,), (pickled, 5)))
     return [codec.encode(Reply(1, body)) for body in bodies]

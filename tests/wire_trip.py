@@ -97,7 +97,7 @@ def receive(
 def trip(value: Any, shared_from: int | None = None, rrefs: Any = (), **route: Any) -> Trip:
     """``shared_from``: buffers of this size or more go through shared memory, whose pool ends with the trip."""
     neighbours = Neighbours(shared_from) if shared_from is not None else None
-    packed = values.pack(value, Route(1, **route), codec.encode, neighbours.to_segment if neighbours else None)
+    packed = values.pack(value, Route(1, **route), neighbours.to_segment if neighbours else None)
     reader = FrameReader(codec.decode, codec.stream_sizes, lambda size: np.empty(size, np.uint8))
     ((message, streamed),) = feed(reader, frame_of(packed))
     borrowed = neighbours.borrow(message.body) if neighbours else ()

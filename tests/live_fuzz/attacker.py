@@ -305,7 +305,7 @@ class Attacker:
         self._send(member.peer, False, connection, inputs)
 
     def _call(self, function: str, *args: Any) -> Input:
-        body = pack((*args, None), Route(VICTIM, allow_pickle=False), codec.encode).body
+        body = pack((*args, None), Route(VICTIM, allow_pickle=False)).body
         return Input(_frame(Call(next(self._numbers), function, body)))
 
     def _token_came(self, member: Member) -> None:

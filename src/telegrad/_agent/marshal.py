@@ -57,9 +57,7 @@ class Marshal:
         if value is None:
             extra = peer.route.outgoing(peer.id, []) if peer.route.outgoing is not None else None
             return values.PACKED_NONE if extra is None else values.PackedValue(Body(extra=extra))
-        packed = values.pack(
-            value, peer.route, codec.encode, self._to_segment if link.shares_memory else None, answered
-        )
+        packed = values.pack(value, peer.route, self._to_segment if link.shares_memory else None, answered)
         for segment in packed.segments:
             link.held[segment.number] = segment
         return packed

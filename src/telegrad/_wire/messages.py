@@ -104,7 +104,11 @@ Buffer = bytearray | Size | InSegment
 
 
 class Body(_Record, frozen=True):
-    """A Python value on the wire: a plain ``tree``, or a pickle in ``buffers[pickle]``, over tables of big things."""
+    """A Python value on the wire: a plain ``tree``, or a pickle in ``buffers[pickle]``, and the tables that both use.
+
+    The sender's ``tree`` is a ``msgspec.Raw``, encoded when the value was packed: encoding the message only copies it.
+    The receiver's is decoded and checked together with the rest of the message.
+    """
 
     tree: Tree = None
     pickle: int = -1

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -72,26 +73,20 @@ class Segment(Protocol):
 CopyToSegment = Callable[[int, int], Segment | None]
 
 
-class OutgoingBuffers:
-    """The buffers of one message on their way out."""
+class OutgoingBuffers(Struct):
+    """The buffers of one message to send."""
 
-    __slots__ = ("_budget", "_to_segment", "buffers", "segments", "stream")
-
-    def __init__(self, to_segment: CopyToSegment | None = None) -> None:
-        self.buffers: list[bytes | int | InSegment] = []
-        self.stream: list[memoryview] = []  # follow the header
-        self.segments: list[Segment] = []
-        self._budget = INLINE_BUDGET
-        self._to_segment = to_segment
-
-    def clear(self) -> None:
-        self.__init__(self._to_segment)  # type: ignore[misc]
+    to_segment: CopyToSegment | None = None
+    buffers: list[bytes | int | InSegment] = []
+    stream: list[memoryview] = []  # follow the header
+    segments: list[Segment] = []
+    budget: int = INLINE_BUDGET  # bytes that may still go inside the header
 
     def inlines(self, size: int) -> bool:
-        """Whether a buffer of that size rides inside the header; if so, it is counted."""
-        if size > INLINE_LIMIT or size > self._budget:
+        """Whether a buffer of that size goes inside the header; if so, it is counted."""
+        if size > INLINE_LIMIT or size > self.budget:
             return False
-        self._budget -= size
+        self.budget -= size
         return True
 
     def add(self, memory: memoryview | bytes) -> int:
@@ -103,10 +98,9 @@ class OutgoingBuffers:
         size = array.nbytes
         if self.inlines(size):
             self.buffers.append(array.tobytes())
-        elif (
-            self._to_segment is not None
-            and (segment := self._to_segment(array.__array_interface__["data"][0], size)) is not None
-        ):
+            return len(self.buffers) - 1
+        segment = self.to_segment(array.__array_interface__["data"][0], size) if self.to_segment is not None else None
+        if segment is not None:
             self.segments.append(segment)
             self.buffers.append(InSegment(segment.number, segment.fd, size))
         else:

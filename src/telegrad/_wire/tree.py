@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 from msgspec.msgpack import Ext
 from torch import Tensor
 
@@ -53,18 +54,15 @@ _SECONDS_PER_ITEM = 0.1e-6  # of all containers: a tuple with many items takes l
 _SECONDS_TO_SPARE = 0.05  # for a garbage collection, a resize of a big table
 
 
-class TreeWriter:
+class TreeWriter(Struct):
     """Walks a value once, collecting its tensors and references."""
 
-    __slots__ = ("depth", "nested_sets", "positions", "rrefs", "seen", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.positions: dict[int, int] = {}  # id(tensor) -> index, so that one tensor stays one
-        self.rrefs: list[Reference] = []
-        self.seen: set[int] = set()
-        self.depth = 0
-        self.nested_sets = 0
+    tensors: list[Tensor] = []
+    positions: dict[int, int] = {}  # id(tensor) -> index: a tensor that occurs twice is sent once
+    rrefs: list[Reference] = []
+    seen: set[int] = set()
+    depth: int = 0
+    nested_sets: int = 0
 
     def tensor(self, tensor: Tensor) -> int:
         index = self.positions.get(id(tensor))
@@ -139,17 +137,16 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], Tree]] = {
 }
 
 
-class TreeReader:
-    __slots__ = ("depth", "item_count", "key_allowance", "key_seconds", "nested_sets", "rrefs", "tensors")
+class TreeReader(Struct):
+    """Builds a value from its tree, tensors and references."""
 
-    def __init__(self, tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> None:
-        self.tensors = tensors
-        self.rrefs = rrefs
-        self.depth = 0
-        self.nested_sets = 0
-        self.item_count = 0
-        self.key_seconds = 0.0  # CPU time that keys took to insert
-        self.key_allowance = _SECONDS_TO_SPARE
+    tensors: Sequence[Tensor]
+    rrefs: Sequence[Any]
+    depth: int = 0
+    nested_sets: int = 0
+    item_count: int = 0
+    key_seconds: float = 0.0  # CPU time that keys took to insert
+    key_allowance: float = _SECONDS_TO_SPARE
 
     def read(self, node: Tree) -> Any:
         if type(node) is Node:

@@ -1,19 +1,20 @@
-"""Python values to bodies and back.
+"""Python values to message bodies and back.
 
 Plain data (None, numbers, text, bytes, containers of them, tensors, references) becomes a tree that the header codec
-writes; reading it back cannot execute anything.  Whatever else is in a value sends the whole value through pickle,
-which only an authenticated peer's bytes ever reach, and which ``allow_pickle=False`` switches off.
+encodes; reading it cannot execute code.  A value with anything else in it is pickled as a whole.  Only pickles from
+authenticated peers are loaded, and ``allow_pickle=False`` turns pickle off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec import Raw, Struct
 from torch import Tensor
 
+from telegrad._wire.codec import encode
 from telegrad._wire.frames import MAX_HEADER
 from telegrad._wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
 from telegrad._wire.pickles import advice_on, dump, load
@@ -34,99 +35,87 @@ from telegrad.errors import SerializationError, TelegradError
 
 @dataclass(slots=True)
 class Route:
-    """What the way to one peer allows."""
+    """How values for one peer are packed."""
 
     to: int
     allow_pickle: bool = True
     allow_cloudpickle: bool = True
-    same_main: bool = True  # the peer runs the same main program, so names in it mean the same there
+    same_main: bool = True  # the peer runs the same main program, so names in ``__main__`` mean the same there
     device_for: DeviceMap = no_device_map
-    # The outgoing interceptor: sees the tensors of a body, returns what its twin should know.
+    # The outgoing interceptor: is given the tensors of a body, returns the body's ``extra``.
     outgoing: Callable[[int, list[Tensor]], Any] | None = None
 
 
-@dataclass(slots=True)
-class PackedValue:
-    """A body on its way out, with the memory that goes beside the header."""
+class PackedValue(Struct):
+    """A body to send, and the memory that goes beside its header."""
 
     body: Body = EMPTY_BODY
     stream: Sequence[memoryview] = ()
-    segments: Sequence[Segment] = ()  # must stay as they are until the receiver gives them back
-    lent: Sequence[Reference] = ()  # must not go before the answer comes
+    segments: Sequence[Segment] = ()  # not to be reused until the receiver releases them
+    lent: Sequence[Reference] = ()  # to be kept alive until the answer comes
 
 
 PACKED_NONE = PackedValue()
 
+#: The fields of a Body that hold the value itself: all up to ``tensors``.
+_Fields = tuple[Any, int, tuple[int, ...], tuple[Any, ...], tuple[TensorMeta, ...]]
 
-def pack(
-    value: Any,
-    route: Route,
-    encode_tree: Callable[[Any], bytes],
-    to_segment: CopyToSegment | None = None,
-    answered: bool = False,
-) -> PackedValue:
+
+def pack(value: Any, route: Route, to_segment: CopyToSegment | None = None, answered: bool = False) -> PackedValue:
     """Packs a value for one peer.
 
-    ``encode_tree`` tries the tree, so that its failure is known here.  ``to_segment`` copies big buffers into shared
-    memory.
-    ``answered``: it is the body of a request, so references may be lent to their owner instead of shared.
+    ``to_segment`` copies big buffers into shared memory.  ``answered``: the value belongs to a request, so references
+    may be lent to their owner instead of shared.
     """
-    out = OutgoingBuffers(to_segment)
     try:
-        writer, body = _write(value, route, encode_tree, out)
+        writer, out, fields = _write(value, route, to_segment)
     except SerializationError as error:
-        raise _located(value, route, encode_tree, error) from error.__cause__
+        raise _located(value, route, error) from error.__cause__
+    extra = route.outgoing(route.to, writer.tensors) if route.outgoing is not None else None
     if not writer.rrefs:
-        return PackedValue(body, out.stream, out.segments)
-    # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
+        return PackedValue(Body(*fields, (), extra), out.stream, out.segments)
+    # The last step, because nothing may fail after it: the ledger expects these references to arrive.
     rrefs = _share(writer.rrefs, route.to, answered)
     lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
-    return PackedValue(msgspec.structs.replace(body, rrefs=rrefs), out.stream, out.segments, lent)
+    return PackedValue(Body(*fields, rrefs, extra), out.stream, out.segments, lent)
 
 
-def _write(
-    value: Any, route: Route, encode_tree: Callable[[Any], bytes], out: OutgoingBuffers
-) -> tuple[TreeWriter, Body]:
-    """A body without its references."""
-    pickle_index = -1
-    pickle_buffers: tuple[int, ...] = ()
+def _write(value: Any, route: Route, to_segment: CopyToSegment | None) -> tuple[TreeWriter, OutgoingBuffers, _Fields]:
+    """The tensors and references of a value, its buffers, and its part of the body."""
+    out = OutgoingBuffers(to_segment)
     try:
         writer = TreeWriter()
-        tree = writer.write(value)
-        if len(encode_tree(tree)) > MAX_HEADER // 2:
-            raise NotPlain  # the header has no room for it; a pickle goes beside the header
-        metas, extra = _pack_tensors(writer.tensors, out, route)
+        tree = encode(writer.write(value))
+        if len(tree) > MAX_HEADER // 2:
+            raise NotPlain  # too long for the header; a pickle goes beside it
+        metas = pack_tensors(writer.tensors, out, route.device_for) if writer.tensors else ()
+        return writer, out, (Raw(tree), -1, (), tuple(out.buffers), metas)
     except (NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
             raise
         if not route.allow_pickle:
             raise SerializationError(
                 f"cannot send a value of type {type(value).__qualname__} without pickle (allow_pickle=False): "
-                f"only plain data, tensors and references can go{advice_on(value)}"
+                f"only plain data, tensors and references can be sent{advice_on(value)}"
             ) from reason
-        tree = None
-        out.clear()
-        writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
-        pickle_index = out.add(data)
-        pickle_buffers = tuple(out.add(buffer.raw()) for buffer in out_of_band)
-        metas, extra = _pack_tensors(writer.tensors, out, route)
-    body = Body(tree, pickle_index, pickle_buffers, tuple(out.buffers), metas, (), extra)  # type: ignore[arg-type]
-    return writer, body
+    out = OutgoingBuffers(to_segment)
+    writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
+    pickle = out.add(data)
+    pickle_buffers = tuple(out.add(buffer.raw()) for buffer in out_of_band)
+    metas = pack_tensors(writer.tensors, out, route.device_for)
+    return writer, out, (None, pickle, pickle_buffers, tuple(out.buffers), metas)
 
 
 _DEEPEST_PATH = 16
 
 
-def _located(
-    value: Any, route: Route, encode_tree: Callable[[Any], bytes], error: SerializationError
-) -> SerializationError:
+def _located(value: Any, route: Route, error: SerializationError) -> SerializationError:
     """The error of the smallest part of the value that cannot be sent, with the path to it."""
-    route = replace(route, outgoing=None)
     path: list[str] = []
     while len(path) < _DEEPEST_PATH:
         for step, part in _parts_of(value, route.allow_pickle):
             try:
-                _write(part, route, encode_tree, OutgoingBuffers())
+                _write(part, route, None)
             except SerializationError as problem:
                 path.append(step)
                 value, error = part, problem
@@ -204,11 +193,6 @@ def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFo
             reference.__telegrad_unshare__(fork)
         raise
     return tuple(forks)
-
-
-def _pack_tensors(tensors: list[Tensor], out: OutgoingBuffers, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
-    metas = pack_tensors(tensors, out, route.device_for) if tensors else ()
-    return metas, route.outgoing(route.to, tensors) if route.outgoing is not None else None
 
 
 def unpack(
