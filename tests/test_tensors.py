@@ -135,6 +135,53 @@ def test_an_expanded_tensor_stays_expanded():
     assert trip(torch.ones(1).expand(10**9)).value.stride() == (0,)
 
 
+def gradient_of_sum():
+    seen = []
+    leaf = torch.ones(3, 4, requires_grad=True)
+    leaf.register_hook(lambda gradient: seen.append(gradient))
+    leaf.sum().backward()
+    return seen[0]
+
+
+EXPANDED = {
+    "gradient": gradient_of_sum(),
+    "one row": torch.tensor(2.0).expand(1, 5),
+    "from the middle": torch.arange(9.0)[4].expand(2, 3),
+    "int8": torch.tensor(7, dtype=torch.int8).expand(4),
+    "needs a gradient": torch.tensor(2.0).expand(4).requires_grad_(),
+    "parameter": torch.nn.Parameter(torch.tensor(2.0).expand(4)),
+    "all inline bytes used up": torch.tensor(3.0).expand(6),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_an_expanded_scalar_is_described_without_a_question_and_as_any_strided_tensor(name, monkeypatch):
+    """The fast path gives what the general one gives, so receivers cannot tell them apart."""
+
+    def packed():
+        out = OutgoingBuffers(budget=0 if "used up" in name else INLINE_BUDGET)
+        metas = tensors.pack([EXPANDED[name]], out, no_device_map)
+        return metas, out.buffers, [bytes(memory) for memory in out.stream]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors, "in_table", lambda tensor: pytest.fail("it left the fast path"))
+        quick = packed()
+    monkeypatch.setattr(tensors, "NUMPY_CODES", {})
+    assert quick == packed()
+    got = trip([EXPANDED[name]]).value[0]
+    assert_same(got, EXPANDED[name])
+    assert got.untyped_storage().nbytes() == got.itemsize
+    assert not got._is_view()
+
+
+def test_an_expanded_tensor_and_its_base_share_one_buffer():
+    base = torch.tensor([1.0])
+    got_base, got = trip([base, base.expand(5)]).value
+    got_base.fill_(7)
+    assert got.tolist() == [7.0] * 5
+    assert got.untyped_storage()._cdata == got_base.untyped_storage()._cdata
+
+
 # --- bits and marks -------------------------------------------------------------------------------------------------
 
 

@@ -145,6 +145,8 @@ def _pack_one(tensor: Tensor, out: OutgoingBuffers, device_for: DeviceMap) -> Te
         code = NUMPY_CODES.get(array.dtype.num)
         if code is not None and array.flags.c_contiguous:
             return TensorMeta(code, array.shape, out.add_array(array), None, 0, flags)
+        if code is not None and not any(array.strides):  # one element, expanded: the gradient of sum()
+            return TensorMeta(code, array.shape, out.add_array(array.flat[:1]), array.strides, 0, flags)
     if not in_table(tensor):
         raise NotInTable
     device = None
