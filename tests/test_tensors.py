@@ -744,21 +744,21 @@ MALFORMED = {
 def test_malformed_descriptions_are_refused(meta):
     buffers = [bytearray([1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), bytearray(4), bytearray(), bytearray(3)]
     with pytest.raises(SerializationError):
-        values.tensors_of(Body(tensors=(meta,)), buffers)
+        tensors.unpack((meta,), buffers)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
 def test_a_device_that_torch_was_built_without():
     """Torch says so with an AssertionError, the first time."""
     with pytest.raises(SerializationError, match="CUDA"):
-        values.tensors_of(Body(tensors=(TensorMeta(FLOAT, (1,), 0, device="cuda"),)), [bytearray(4)])
+        tensors.unpack((TensorMeta(FLOAT, (1,), 0, device="cuda"),), [bytearray(4)])
 
 
 @pytest.mark.parametrize("buffer", [5, None, "text", object()], ids=str)
 def test_a_buffer_that_never_came_is_refused(buffer):
     for meta in (TensorMeta(FLOAT, (1,), 0), TensorMeta(HALF, (1,), 0), TensorMeta(FLOAT, (1,), 0, (1,))):
         with pytest.raises(SerializationError):
-            values.tensors_of(Body(tensors=(meta,)), [buffer])
+            tensors.unpack((meta,), [buffer])
 
 
 def test_a_part_nested_without_end_is_refused():
@@ -766,7 +766,7 @@ def test_a_part_nested_without_end_is_refused():
     for _ in range(5_000):
         meta = composite(COO, (9, 9), meta)
     with pytest.raises(SerializationError):
-        values.tensors_of(Body(tensors=(meta,)), [bytearray(16)])
+        tensors.unpack((meta,), [bytearray(16)])
 
 
 @quiet_sparse
@@ -782,7 +782,7 @@ def test_blocks_without_elements_are_refused(layout):
     meta = TensorMeta(DTYPE_CODES[torch.float32], (0, 2), layout=2, parts=parts, scalars=(layout,))
     buffers = [bytearray(torch.tensor([0, 1]).numpy().tobytes()), bytearray(8), bytearray()]
     with pytest.raises(SerializationError, match="blocks without elements"):
-        values.tensors_of(Body(tensors=(meta,)), buffers)
+        tensors.unpack((meta,), buffers)
 
 
 @pytest.mark.parametrize("layout", [STRIDED, COO, COMPRESSED, QUANT, CHANNELS, META])
@@ -792,7 +792,7 @@ def test_many_dimensions_are_refused_before_their_product_is_taken(layout):
     for shape, stride in [(many, (1,)), (many, many), ((1,) * 65, (1,) * 65), ((1,), many)]:
         meta = TensorMeta(FLOAT, shape, 0, stride, 0, 0, layout)
         with pytest.raises(SerializationError, match=r"a tensor of [\d,]+ dimensions came, and 64 is the most"):
-            values.tensors_of(Body(tensors=(meta,)), [bytearray(16)])
+            tensors.unpack((meta,), [bytearray(16)])
 
 
 def test_tensors_of_64_dimensions_go():
@@ -804,7 +804,7 @@ def test_tensors_of_64_dimensions_go():
 def test_expanded_tensors_go_if_they_can_be_read():
     mask = torch.ones(1, dtype=torch.bool).expand(8, 64, 2**15, 2**15)
     meta = TensorMeta(DTYPE_CODES[torch.bool], tuple(mask.shape), 0, mask.stride())
-    (got,) = values.tensors_of(Body(tensors=(meta,)), [bytearray(1)])
+    (got,) = tensors.unpack((meta,), [bytearray(1)])
     assert got.shape == mask.shape
     assert got.stride() == mask.stride()
 
@@ -828,9 +828,9 @@ def test_channels_have_the_scales_and_zero_points_that_torch_makes(dtype, zeros,
     made = made and (zeros is torch.int64 or (zeros is torch.float32 and dtype is not torch.qint32))
     if not made:
         with pytest.raises(SerializationError, match=r"cannot have \S+ scales and \S+ zero points"):
-            values.tensors_of(Body(tensors=(meta,)), buffers)
+            tensors.unpack((meta,), buffers)
         return
-    (tensor,) = values.tensors_of(Body(tensors=(meta,)), buffers)
+    (tensor,) = tensors.unpack((meta,), buffers)
     assert tensor.dequantize().tolist() == [0.0, 0.0]
     assert "size=(2,)" in repr(tensor)
 
@@ -867,12 +867,12 @@ def composite_buffers():
 def test_a_flag_that_the_kind_of_tensor_cannot_have_is_refused(kind, flag):
     """torch dies of a quantised tensor with a conjugate or negative bit."""
     meta = COMPOSITES[kind]
-    values.tensors_of(Body(tensors=(meta,)), composite_buffers())
+    tensors.unpack((meta,), composite_buffers())
     if flag == GAPS and kind == "integers":
         flag = GAPS | COALESCED
     for flags in (flag, flag | 1, flag | 2) if flag > 0 else (flag,):
         with pytest.raises(SerializationError, match="cannot have flags"):
-            values.tensors_of(Body(tensors=(flagged(meta, flags),)), composite_buffers())
+            tensors.unpack((flagged(meta, flags),), composite_buffers())
 
 
 @quiet_sparse
@@ -881,7 +881,7 @@ def test_a_flag_that_the_kind_of_tensor_cannot_have_is_refused(kind, flag):
 )
 def test_a_part_is_a_plain_tensor(part):
     with pytest.raises(SerializationError, match="a gradient or a device of its own"):
-        values.tensors_of(Body(tensors=(composite(COO, (9, 300), part, FLOATS),)), composite_buffers())
+        tensors.unpack((composite(COO, (9, 300), part, FLOATS),), composite_buffers())
 
 
 @quiet_sparse
@@ -894,7 +894,7 @@ def test_indices_that_lead_beyond_the_others_are_refused(outer, layout):
         COMPRESSED, (2, 2), TensorMeta(LONG, (3,), 0), TensorMeta(LONG, (0,), 1), elements, scalars=(layout,)
     )
     with pytest.raises(SerializationError, match="the indices of a sparse tensor"):
-        values.tensors_of(Body(tensors=(meta,)), [bytearray(torch.tensor(outer).numpy().tobytes()), bytearray()])
+        tensors.unpack((meta,), [bytearray(torch.tensor(outer).numpy().tobytes()), bytearray()])
 
 
 INDEXED = {
@@ -936,7 +936,7 @@ def test_indices_share_no_memory_with_what_the_peer_can_change(kind):
     meta = INDEXED[kind]
     buffers = [bytearray(torch.tensor(content).numpy().tobytes()) for content in ([0, 1], [0, 2])]
     aliases = (TensorMeta(LONG, (2,), 0), TensorMeta(LONG, (2,), 1), TensorMeta(LONG, (2,), 0, (1,)))
-    tensor, *others = values.tensors_of(Body(tensors=(meta, *aliases)), buffers)
+    tensor, *others = tensors.unpack((meta, *aliases), buffers)
     before = [part.tolist() for part in indices_of(tensor)]
     for other in others:
         other.fill_(2**40)
@@ -993,7 +993,7 @@ def test_fuzz_descriptions(metas, buffers):
 def check_rebuild(body, buffers):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        rebuilt = values.tensors_of(body, buffers)
+        rebuilt = tensors.unpack(body.tensors, buffers)
     except TelegradError:
         rebuilt = []
     for tensor in rebuilt:

@@ -28,6 +28,7 @@ from telegrad._ids import GlobalId
 from telegrad._wire import codec, values
 from telegrad._wire.messages import Body, InSegment, Node, Reply, RRefFork, TensorMeta, Tree
 from telegrad._wire.tensors import INLINE_BUDGET, INLINE_LIMIT
+from telegrad._wire.tensors import unpack as unpack_tensors
 from telegrad._wire.values import PACKED_NONE, Bundle, Route, pack, unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
@@ -1088,7 +1089,7 @@ def take_in(body, streamed=()):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         buffers = codec.complete(body, list(streamed), [])
-        tensors = values.tensors_of(body, buffers)
+        tensors = unpack_tensors(body.tensors, buffers)
         values.unpack(body, buffers, (), tensors, False)
     except TelegradError:
         pass

@@ -14,6 +14,7 @@ from telegrad._transport.shared_memory import PeerSegments, Segment, SegmentPool
 from telegrad._wire import codec, values
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import Body, InSegment, Reply
+from telegrad._wire.tensors import unpack as unpack_tensors
 from telegrad._wire.values import PackedValue, Route
 
 #: How many examples a fuzz test runs; `make fuzz` asks for many.
@@ -90,7 +91,7 @@ def receive(
     body: Body, streamed: list[Any], rrefs: Any = (), allow_pickle: bool = True, borrowed: Any = ()
 ) -> tuple[list[Tensor], Any]:
     buffers = codec.complete(body, streamed, list(borrowed))
-    tensors = values.tensors_of(body, buffers)
+    tensors = unpack_tensors(body.tensors, buffers)
     return tensors, values.unpack(body, buffers, rrefs, tensors, allow_pickle)
 
 

@@ -16,6 +16,7 @@ from telegrad._transport.shared_memory import SHARED_FROM, PeerSegments, Segment
 from telegrad._wire import codec, values
 from telegrad._wire.by_value import ReceivedFunctions
 from telegrad._wire.messages import Body, InSegment, RRefFork, SegmentReleased
+from telegrad._wire.tensors import unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 
 Scope = AbstractContextManager[None]
@@ -92,7 +93,7 @@ class Marshal:
             if type(buffer) is not bytearray:  # else all came inside the header, as most small ones do
                 buffers = codec.complete(body, streamed, self._borrow(link, body))
                 break
-        tensors = values.tensors_of(body, buffers, recorded=incoming is not None)
+        tensors = unpack(body.tensors, buffers, recorded=incoming is not None) if body.tensors else []
         if incoming is not None:
             scope = incoming(link.peer_id, body.extra, tensors)
         return values.unpack(body, buffers, rrefs, tensors, self._allow_pickle), scope

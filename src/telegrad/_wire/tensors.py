@@ -115,9 +115,9 @@ DeviceMap = Callable[[torch.device], str | None]
 
 def pack(tensors: Sequence[Tensor], out: OutgoingBuffers, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
     """Describes the tensors and puts their memory into ``out``."""
-    if len(tensors) == 1 or all_apart(tensors):
-        return tuple([_pack_one(tensor, out, device_for) for tensor in tensors])
-    shared = overlaps(tensors)
+    if len(tensors) == 1:
+        return (_pack_one(tensors[0], out, device_for),)
+    shared = {} if all_apart(tensors) else overlaps(tensors)
     return tuple(
         [
             _pack_shared(tensor, shared[id(tensor)], out)
@@ -244,10 +244,17 @@ def _pack_shared(tensor: Tensor, region: Region, out: OutgoingBuffers) -> Tensor
 def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any], recorded: bool = False) -> list[Tensor]:
     """Rebuilds the tensors over the received memory, without copying it.
 
-    ``recorded``: plain ones that require a gradient are left without, for whoever gives them a history.
+    ``recorded``: a plain tensor that requires a gradient is returned without that flag, because the incoming
+    interceptor makes it the output of a recv.
     """
     storages: dict[int, Tensor] = {}
-    return [_unpack_one(meta, buffers, storages, recorded) for meta in metas]
+    try:
+        return [_unpack_one(meta, buffers, storages, recorded) for meta in metas]
+    except SerializationError:
+        raise
+    except Exception as error:  # torch raises many types, an AssertionError for a device that this host lacks
+        # Only the first line: a C++ stack trace may follow, and its addresses must not reach other workers.
+        raise SerializationError(f"cannot rebuild a tensor here: {str(error).partition(chr(10))[0]}") from error
 
 
 def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor], recorded: bool) -> Tensor:

@@ -28,7 +28,6 @@ from telegrad._wire.tensors import (
     no_device_map,
 )
 from telegrad._wire.tensors import pack as pack_tensors
-from telegrad._wire.tensors import unpack as unpack_tensors
 from telegrad._wire.tree import NotPlain, Reference, TreeReader, TreeWriter
 from telegrad.errors import SerializationError, TelegradError
 
@@ -216,14 +215,3 @@ def unpack(
     except IndexError:
         raise SerializationError("a body names a buffer that it does not have") from None
     return load(data, out_of_band, tensors, rrefs)
-
-
-def tensors_of(body: Body, buffers: Sequence[Any], recorded: bool = False) -> list[Tensor]:
-    """``recorded``: as in ``tensors.unpack``."""
-    try:
-        return unpack_tensors(body.tensors, buffers, recorded) if body.tensors else []
-    except SerializationError:
-        raise
-    except Exception as error:  # torch raises whatever it likes, an AssertionError for a device that is not there
-        # A C++ stack may follow, whose addresses are not for others.
-        raise SerializationError(f"cannot rebuild a tensor here: {str(error).partition(chr(10))[0]}") from error
