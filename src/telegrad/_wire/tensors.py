@@ -1,8 +1,9 @@
-"""Tensors on the wire: what describes them, and which bytes of memory they are.
+"""Tensors on the wire: the records that describe them, and the buffers that hold their elements.
 
-A tensor becomes a :class:`TensorMeta` and a slice of a buffer.  Small buffers ride inside the header: on a socket a
-separate buffer costs 70-140 us, a copy of a few KiB costs less than one.  Tensors of one message whose memory overlaps
-share one buffer, so that they alias each other on the other side too; a view sends only the bytes that it sees.
+A tensor becomes a :class:`TensorMeta` and part of a buffer.  Small buffers go inside the header: on a socket a separate
+buffer costs 70-140 us, and copying a few KiB less than one.  Tensors of one message whose memory overlaps share one
+buffer, so that they alias each other at the receiver too.  A view sends only the bytes between its first and last
+element.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from telegrad._wire.dtypes import (
 from telegrad._wire.messages import InSegment, TensorMeta
 from telegrad.errors import SerializationError, UsageError
 
-INLINE_LIMIT = 32 << 10  # bytes of one buffer: a round trip with 16 KB takes 65 us so, and 105 beside the header
-INLINE_BUDGET = 4 << 20  # of all buffers in one header
+INLINE_LIMIT = 32 << 10  # bytes of a buffer inside the header: a round trip of 16 KB takes 65 us so, 105 beside it
+INLINE_BUDGET = 4 << 20  # bytes of all buffers inside one header
 
 _REQUIRES_GRAD, _PARAMETER, _CONJUGATE, _NEGATIVE, _COALESCED, _GAPS = 1, 2, 4, 8, 16, 32
 _STRIDED, _COO, _COMPRESSED, _QUANTIZED, _QUANTIZED_CHANNELS, _META = range(6)
 
 _MOST_DIMENSIONS = 64  # as in numpy; torch's operators take no more either
 _MOST_ELEMENTS = 2**63 - 1
-_MOST_REPEATED = 2**40  # elements of an expanded tensor, which takes few bytes and minutes to read
+_MOST_REPEATED = 2**40  # elements of an expanded tensor: few bytes, but minutes to read
 
 #: Tensor classes that are rebuilt from the table; any other subclass goes through pickle as its class says.
 TABLE_TYPES = (Tensor, torch.nn.Parameter)
@@ -63,13 +64,13 @@ def in_table(tensor: Tensor) -> bool:
 
 
 class Segment(Protocol):
-    """Memory that the receiver sees too, with a copy of a buffer in it."""
+    """Shared memory with a copy of a buffer in it; see ``_transport.shared_memory``."""
 
     number: int
     fd: int
 
 
-#: Copies (address, size) into a segment; None for a buffer that had better go another way.
+#: Copies ``size`` bytes at an address into a segment; None: send the buffer through the socket.
 CopyToSegment = Callable[[int, int], Segment | None]
 
 
@@ -90,11 +91,11 @@ class OutgoingBuffers(Struct):
         return True
 
     def add(self, memory: memoryview | bytes) -> int:
-        """Adds one buffer by the cheapest way that is open; returns its index."""
+        """Adds a buffer; returns its index."""
         return self.add_array(np.frombuffer(memory, np.uint8))
 
     def add_array(self, array: NDArray[Any]) -> int:
-        """Adds the memory of a contiguous array."""
+        """Adds the memory of a contiguous array: inside the header, in shared memory, or after the header."""
         size = array.nbytes
         if self.inlines(size):
             self.buffers.append(array.tobytes())
@@ -114,7 +115,7 @@ DeviceMap = Callable[[torch.device], str | None]
 
 
 def pack(tensors: Sequence[Tensor], out: OutgoingBuffers, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
-    """Describes the tensors and puts their memory into ``out``."""
+    """Describes the tensors and adds their memory to ``out``."""
     if len(tensors) == 1:
         return (_pack_one(tensors[0], out, device_for),)
     shared = {} if all_apart(tensors) else overlaps(tensors)
@@ -135,8 +136,8 @@ def _flags(tensor: Tensor) -> int:
 
 def _pack_one(tensor: Tensor, out: OutgoingBuffers, device_for: DeviceMap) -> TensorMeta:
     flags = _flags(tensor)
-    # The hot path: numpy() refuses whatever is not plain memory, in one call instead of ten questions, each of which
-    # costs 2 us when torch's code is not in the core's caches, as between two calls.
+    # The fast path: numpy() raises for everything but plain CPU memory.  That is one call instead of ten checks, each
+    # of which takes 2 us when torch's code is not in the core's caches, as between two remote calls.
     try:
         array = (tensor.data if flags else tensor).numpy()
     except (TypeError, RuntimeError):
@@ -182,19 +183,19 @@ def _pack_one(tensor: Tensor, out: OutgoingBuffers, device_for: DeviceMap) -> Te
 
 
 def _has_small_gaps(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> bool:
-    """Whether a view gets its gaps back on the other side: a big one would need much memory for them there."""
+    """Whether the receiver restores the gaps of a view; those of a big view would take much memory there."""
     extent = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
     return 0 not in stride and 0 not in shape and extent * itemsize <= INLINE_LIMIT
 
 
 def _memory(tensor: Tensor, start: int, size: int) -> NDArray[np.uint8]:
-    """The bytes [start, start + size) of the tensor's storage, not copied."""
+    """The bytes [start, start + size) of the tensor's storage, without a copy."""
     flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
     return flat.numpy()
 
 
 def _pack_composite(tensor: Tensor, flags: int, out: OutgoingBuffers, device: str | None) -> TensorMeta:
-    """Sparse and quantised tensors: a few plain ones and how to put them together."""
+    """Sparse and quantised tensors: their plain parts, and how to combine them."""
     detached = tensor.detach()
     scalars: tuple[float, ...] = ()
     if tensor.layout is torch.sparse_coo:
@@ -225,7 +226,7 @@ def _pack_composite(tensor: Tensor, flags: int, out: OutgoingBuffers, device: st
 
 def _pack_shared(tensor: Tensor, region: Region, out: OutgoingBuffers) -> TensorMeta:
     if region.buffer < 0:
-        # Elements are addressed in their own size, so the region begins where the widest one is aligned.
+        # Offsets are in elements, so the region must begin at a multiple of its widest element.
         widest = max(member.itemsize for member in region.members)
         region.start -= region.start % widest
         region.buffer = out.add_array(_memory(tensor, region.start, region.end - region.start))
@@ -259,7 +260,7 @@ def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any], recorded: bool =
 
 def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor], recorded: bool) -> Tensor:
     if 0 <= meta.flags <= _REQUIRES_GRAD and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
-        # The hot path, as in _pack_one.
+        # The fast path, as in _pack_one.
         numpy_dtype = NUMPY_DTYPES[meta.dtype] if 0 <= meta.dtype < len(NUMPY_DTYPES) else None
         buffer = buffers[meta.buffer]
         if numpy_dtype is not None and len(buffer):
@@ -295,14 +296,14 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
         tensor = tensor.to(meta.device)
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
-    # Where gradients are off, a result needs none, as if it had been computed here.
+    # Under no_grad a received tensor requires no gradient, like one computed here.
     return tensor.requires_grad_() if flags & _REQUIRES_GRAD and torch.is_grad_enabled() else tensor
 
 
 def _check_meta(meta: TensorMeta, dtype: torch.dtype) -> None:
-    """Refuses what the packing side never sends: torch crashes on a quantised tensor with a conjugate bit, say."""
+    """Refuses what ``pack`` never sends: torch crashes on a quantised tensor with a conjugate bit, for example."""
     dimensions = max(len(meta.shape), len(meta.stride or ()))
-    if dimensions > _MOST_DIMENSIONS:  # first: the product of thousands of sizes takes seconds
+    if dimensions > _MOST_DIMENSIONS:  # checked first: the product of thousands of sizes takes seconds
         raise SerializationError(f"a tensor of {dimensions:,} dimensions came, and {_MOST_DIMENSIONS} is the most")
     if math.prod(meta.shape) > _MOST_ELEMENTS:
         raise SerializationError(f"a tensor of shape {meta.shape} has more elements than torch can count")
@@ -325,7 +326,7 @@ def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> Tens
     try:
         flat = torch.frombuffer(buffer, dtype=dtype)
     except (ValueError, RuntimeError):
-        # frombuffer knows fewer dtypes than torch has; a storage takes any.
+        # frombuffer does not take all dtypes; a storage does.
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape, _contiguous_stride(shape))
     return flat.view(shape)
@@ -378,10 +379,10 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
         raise SerializationError("a part of a tensor has a gradient or a device of its own")
     parts = unpack(meta.parts, buffers)
     if any(part.nbytes > part.untyped_storage().nbytes() for part in parts):
-        # torch copies and searches the parts, and an expanded tensor can be far larger than what came.
+        # torch copies and searches the parts, and an expanded one can be far larger than the bytes received.
         raise SerializationError("a part of a tensor repeats its bytes")
-    # torch checks indices once and then trusts them.  The received memory may be shared, with another tensor of the
-    # same message or with the sender, so all parts but the elements themselves are copied before they are checked.
+    # torch checks indices once and then trusts them.  Another tensor of the message, or the sender, may share the
+    # received memory, so all parts except the elements are copied before they are checked.
     elements = 0 if meta.layout in (_QUANTIZED, _QUANTIZED_CHANNELS) else len(parts) - 1
     parts = [part if index == elements else part.clone() for index, part in enumerate(parts)]
     if meta.layout == _COO:
@@ -409,7 +410,7 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
 
 
 def _check_channel_dtypes(values: Tensor, scales: Tensor, zeros: Tensor) -> None:
-    """Takes the dtypes that torch's own tensors have: it crashes when it reads a qint32 with floating zero points."""
+    """Allows only the dtypes that torch itself uses: it crashes on a qint32 tensor with floating zero points."""
     floating = zeros.dtype is torch.float32 and values.dtype is not torch.int32
     if scales.dtype not in (torch.float32, torch.float64) or not (zeros.dtype is torch.int64 or floating):
         raise SerializationError(
@@ -418,7 +419,7 @@ def _check_channel_dtypes(values: Tensor, scales: Tensor, zeros: Tensor) -> None
 
 
 def _check_compressed_indices(outer: Tensor, inner: Tensor) -> None:
-    """torch's own check reads ``inner[outer[i] : outer[i + 1]]`` before it knows that these are in range."""
+    """torch's own check reads ``inner[outer[i] : outer[i + 1]]`` before it has checked these bounds."""
     stored = inner.shape[-1] if inner.dim() else 0
     if (
         outer.dim() == 0

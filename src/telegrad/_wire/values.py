@@ -109,7 +109,7 @@ _DEEPEST_PATH = 16
 
 
 def _located(value: Any, route: Route, error: SerializationError) -> SerializationError:
-    """The error of the smallest part of the value that cannot be sent, with the path to it."""
+    """The error of the smallest part of the value that cannot be sent; its ``path`` leads to that part."""
     path: list[str] = []
     while len(path) < _DEEPEST_PATH:
         for step, part in _parts_of(value, route.allow_pickle):
@@ -140,13 +140,13 @@ def _parts_of(value: Any, pickled: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _goes_by_attributes(kind: Any) -> bool:
-    """Whether pickle takes an object apart into its ``__dict__``."""
+    """Whether pickle sends an object of that class as its ``__dict__``."""
     own = [getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")]
     return all(own) and "__dict__" in dir(kind)
 
 
 class Bundle:
-    """A list of tensors on its way to one peer, which may grow until it goes.  It needs no tree."""
+    """A list of tensors for one peer that may grow until it is sent.  It needs no tree."""
 
     __slots__ = ("_extra", "_metas", "_out", "_recorded", "_route")
 
@@ -158,7 +158,7 @@ class Bundle:
         self._extra: Any = None
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Only the first may have tensors that need a gradient."""
+        """Packs more tensors.  Only those of the first call may require gradients."""
         try:
             for tensor in tensors:
                 if type(tensor) is not Tensor and not in_table(tensor):
@@ -172,7 +172,7 @@ class Bundle:
 
     @property
     def is_small(self) -> bool:
-        """Whether all of it goes inside the header."""
+        """Whether all of its memory goes inside the header."""
         return not (self._out.stream or self._out.segments)
 
     def packed(self) -> PackedValue:
@@ -182,7 +182,7 @@ class Bundle:
 
 
 def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFork, ...]:
-    """Shares all of them or none."""
+    """Tells the ledger that these references are sent; if one fails, none is."""
     forks: list[RRefFork] = []
     try:
         for reference in references:
@@ -197,7 +197,7 @@ def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFo
 def unpack(
     body: Body, buffers: Sequence[Any], rrefs: Sequence[Any], tensors: Sequence[Tensor], allow_pickle: bool
 ) -> Any:
-    """The value of a body whose buffers have all arrived and whose tensors and references are rebuilt."""
+    """The value of a body, from its buffers and its rebuilt tensors and references."""
     if body.pickle < 0:
         tree = body.tree
         if tree is None:
