@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from telegrad._agent.loopback import MemoryLink
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
 from telegrad import autograd, rpc
-from telegrad._agent.loopback import MemoryLink
 from telegrad._wire import messages
 from telegrad.errors import MissingGradientError
 from telegrad.rpc.functions import async_execution

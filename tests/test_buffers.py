@@ -157,7 +157,7 @@ def test_memory_outlives_its_pool():
 
 
 def lent(size=SIZE):
-    """Memory over something that is no array, as a pool or the lane makes it."""
+    """Memory over something that is no array, as a pool or shared memory makes it."""
     return np.frombuffer((ctypes.c_ubyte * size)(), np.uint8)
 
 

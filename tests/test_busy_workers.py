@@ -117,7 +117,7 @@ def test_a_big_argument_for_a_stopped_worker_runs_into_the_deadline_too(transpor
     """The socket is full, and what is left of the message goes out when the worker reads again."""
     with worker_processes(2) as cast:
         for process in cast:
-            process.run(remote_functions.close_lanes)
+            process.run(remote_functions.forbid_shared_memory)
         join(cast, transports=(transport,), heartbeat=HEARTBEAT, secret=SECRET)
         waiting, stopped = cast
         waiting.run(rpc.rpc_sync, "worker1", remote_functions.nothing)

@@ -13,7 +13,18 @@ from msgspec.msgpack import Ext
 
 from telegrad._ids import GlobalId, PassId
 from telegrad._wire import codec, messages
-from telegrad._wire.messages import Body, Call, Failure, Goodbye, InPeer, Node, Note, Reply, Taken, TensorMeta
+from telegrad._wire.messages import (
+    Body,
+    Call,
+    Failure,
+    Goodbye,
+    InSegment,
+    Node,
+    Note,
+    Reply,
+    SegmentReleased,
+    TensorMeta,
+)
 from telegrad.errors import ProtocolError
 from wire_trip import FUZZ_EXAMPLES
 
@@ -38,7 +49,7 @@ metas = st.recursive(
     ),
     max_leaves=4,
 )
-buffers = st.binary().map(bytearray) | sizes | st.builds(InPeer, sizes, sizes, sizes)
+buffers = st.binary().map(bytearray) | sizes | st.builds(InSegment, sizes, sizes, sizes)
 forks = st.builds(messages.RRefFork, ids, ids, sizes, sizes, st.text())
 bodies = st.builds(
     Body,
@@ -107,7 +118,7 @@ EXAMPLES = {
         Node(0, [1, "a", None, Ext(0, b"b"), Node(1, [2.5])]),
         1,
         (2,),
-        (bytearray(b"x"), 9000, InPeer(1 << 63, 7, 5)),
+        (bytearray(b"x"), 9000, InSegment(1 << 63, 7, 5)),
         (TensorMeta(0, (2, 3), 0, (3, 1), 4, 1, 1, (TensorMeta(1, ()),), (0.5,), "cuda:0"),),
         (messages.RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 1, "Tensor"),),
         [1, 2],
@@ -197,17 +208,17 @@ def test_a_tag_is_used_once():
 
 
 def test_stream_sizes_are_the_buffers_that_follow():
-    assert codec.stream_sizes(Reply(1, Body(buffers=(b"x", 5, InPeer(1, 2, 3), 7)))) == [5, 7]
+    assert codec.stream_sizes(Reply(1, Body(buffers=(b"x", 5, InSegment(1, 2, 3), 7)))) == [5, 7]
     assert codec.stream_sizes(Goodbye()) == []
 
 
 def test_a_segment_that_is_not_kept_is_given_back():
-    assert codec.decode(codec.encode(Taken(5))) == Taken(5, kept=False)
-    assert codec.decode(codec.encode(Taken(5, kept=True))).kept
+    assert codec.decode(codec.encode(SegmentReleased(5))) == SegmentReleased(5, kept=False)
+    assert codec.decode(codec.encode(SegmentReleased(5, kept=True))).kept
 
 
 def test_complete_puts_the_buffers_in_order():
-    body = Body(buffers=(bytearray(b"in"), 5, InPeer(1, 2, 3), 7))
+    body = Body(buffers=(bytearray(b"in"), 5, InSegment(1, 2, 3), 7))
     assert codec.complete(body, ["s1", "s2"], ["p1"]) == [b"in", "s1", "p1", "s2"]
     assert codec.complete(Body(buffers=(bytearray(b"in"),)), [], []) == [b"in"]
 
@@ -215,7 +226,7 @@ def test_complete_puts_the_buffers_in_order():
 @pytest.mark.parametrize(("streamed", "borrowed"), [([], ["p"]), (["s"], [])])
 def test_complete_says_when_buffers_are_missing(streamed, borrowed):
     with pytest.raises(ProtocolError, match="more buffers than came"):
-        codec.complete(Body(buffers=(5, InPeer(1, 2, 3))), streamed, borrowed)
+        codec.complete(Body(buffers=(5, InSegment(1, 2, 3))), streamed, borrowed)
 
 
 # --- what is no message ---------------------------------------------------------------------------------------------

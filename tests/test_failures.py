@@ -12,7 +12,7 @@ import pytest
 from telegrad._agent.failures import copy_of, failure_of, let_go_of_frames, rebuild, story_of
 from telegrad._wire import codec
 from telegrad._wire.messages import Failure
-from telegrad._wire.values import Parcel, Route, pack, unpack
+from telegrad._wire.values import PackedValue, Route, pack, unpack
 from telegrad.errors import RemoteError, RpcTimeoutError, SerializationError, UsageError, WorkerLostError
 
 
@@ -53,12 +53,12 @@ def raised(error: BaseException) -> BaseException:
         return caught
 
 
-def parcel_of(value: Any) -> Parcel:
-    return pack(value, Route(1), codec.encode)
+def packed(value: Any) -> PackedValue:
+    return pack(value, Route(1))
 
 
 def sent(error: BaseException) -> Failure:
-    return failure_of(raised(error), 7, "worker", parcel_of)[0]
+    return failure_of(raised(error), 7, "worker", packed)[0]
 
 
 def trip(error: BaseException, allow_any: bool = True) -> Exception:
@@ -158,7 +158,7 @@ def test_an_error_without_text_or_with_far_too_much() -> None:
 
 
 def test_details_that_cannot_be_packed_are_left_out() -> None:
-    def refuse(value: Any) -> Parcel:
+    def refuse(value: Any) -> PackedValue:
         raise SerializationError("no")
 
     failure, _ = failure_of(raised(ValueError("text")), 1, "worker", refuse)
@@ -214,7 +214,7 @@ def test_an_error_that_is_kept_holds_no_frames_but_knows_its_story() -> None:
     let_go_of_frames(kept)
     gc.collect()
     assert alive[0]() is None
-    failure, _ = failure_of(kept, 1, "worker", parcel_of)
+    failure, _ = failure_of(kept, 1, "worker", packed)
     assert "in fails" in failure.traceback
     assert "inner" in failure.traceback
 

@@ -35,7 +35,7 @@ from telegrad._wire.messages import (
     RRefFork,
     TensorMeta,
 )
-from telegrad._wire.values import tensors_of
+from telegrad._wire.tensors import unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 
@@ -132,7 +132,7 @@ def test_failing_calls_write_a_bounded_number_of_entries(
 def test_an_error_of_torch_shows_others_no_addresses_of_this_process() -> None:
     body = Body(buffers=(bytearray(8),), tensors=(TensorMeta(0, (0, 1 << 63), 0),))
     with pytest.raises(SerializationError, match="cannot rebuild a tensor") as raised:
-        tensors_of(body, [bytearray()])
+        unpack(body.tensors, [bytearray()])
     assert "0x" not in str(raised.value)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from telegrad._wire import codec
 from telegrad._wire.frames import MAGIC, MAX_HEADER, PREFIX, FrameReader, prefix
-from telegrad._wire.messages import Body, Call, Goodbye, InPeer, LaneOpen, Node, Reply, Taken
+from telegrad._wire.messages import Body, Call, Goodbye, InSegment, MemoryReadable, Node, Reply, SegmentReleased
 from telegrad.errors import ProtocolError, TelegradError
 from wire_trip import FUZZ_EXAMPLES, feed
 
@@ -35,7 +35,7 @@ def streaming(call_id: int, *sizes: int) -> tuple[Reply, list[bytes]]:
 
 
 STORY = [
-    (LaneOpen(), []),
+    (MemoryReadable(), []),
     (Call(1, "math:sqrt", Body(Node(1, [1, 2.0, None]))), []),
     streaming(2, 9_000),
     (Goodbye(), []),
@@ -43,9 +43,9 @@ STORY = [
     streaming(4, 300),
     (Call(5, "x", Body("long" * 30_000)), []),  # a header that is larger than the reader's memory
     streaming(6, 200_000),
-    (Taken(7), []),
-    (Taken(8, kept=True), []),
-    (Reply(9, Body(Node(0, []), buffers=(InPeer(1, 12, 1 << 40),))), []),  # lies in shared memory: nothing follows
+    (SegmentReleased(7), []),
+    (SegmentReleased(8, kept=True), []),
+    (Reply(9, Body(Node(0, []), buffers=(InSegment(1, 12, 1 << 40),))), []),  # lies in shared memory: nothing follows
 ]
 BYTES = b"".join(frame(message, *stream) for message, stream in STORY)
 
@@ -145,7 +145,15 @@ def test_an_announced_header_costs_nothing_until_its_bytes_come():
 
 @pytest.mark.parametrize(
     ("sizes", "follows"),
-    [((), 5), ((5,), 4), ((5,), 6), ((5, 5), 5), ((0, 5), 5), ((1 << 62, 1 << 62), 1 << 62), ((InPeer(1, 2, 5),), 5)],
+    [
+        ((), 5),
+        ((5,), 4),
+        ((5,), 6),
+        ((5, 5), 5),
+        ((0, 5), 5),
+        ((1 << 62, 1 << 62), 1 << 62),
+        ((InSegment(1, 2, 5),), 5),
+    ],
     ids=str,
 )
 def test_sizes_that_disagree(sizes, follows):
@@ -154,7 +162,7 @@ def test_sizes_that_disagree(sizes, follows):
         feed(reader(), prefix(len(header), follows) + header)
 
 
-@pytest.mark.parametrize("message", [Goodbye(), Taken(1)])
+@pytest.mark.parametrize("message", [Goodbye(), SegmentReleased(1)])
 def test_bytes_after_a_message_that_has_no_buffers(message):
     header = codec.encode(message)
     with pytest.raises(ProtocolError, match="bytes follow"):

@@ -31,7 +31,7 @@ from telegrad._wire.messages import (
     ForkRefused,
     ForkRequest,
     Gradients,
-    InPeer,
+    InSegment,
     InternalMessage,
     Message,
     Node,
@@ -139,7 +139,7 @@ def test_a_worker_cannot_name_shared_memory_unless_the_kernel_vouches_for_its_pr
     """The links of this cluster are such as TCP: the kernel does not say which process is at the other end."""
     body = Body(
         tree=TreeWriter().write((torch.zeros(1), None)),
-        buffers=(InPeer(1, 0, 1 << 20),),
+        buffers=(InSegment(1, 0, 1 << 20),),
         tensors=(TensorMeta(0, (1 << 18,), 0),),
     )
     failures: list[Any] = []

@@ -94,9 +94,9 @@ def test_workers_of_two_hosts_meet_and_nobody_can_listen_in(hosts: Hosts, pair: 
     assert text.encode() not in heard
     for process in pair:
         assert set(process.run(remote_functions.links)) == {"TlsStream"}
-    same, lanes = pair[0].run(remote_functions.send_around, "worker1", 9 << 20)
+    same, links_with_memory = pair[0].run(remote_functions.send_around, "worker1", 9 << 20)
     assert same
-    assert lanes == 0
+    assert links_with_memory == 0
     assert pair[0].run(remote_functions.use_references, "worker1", "worker0") == 16
     leave(pair)
 

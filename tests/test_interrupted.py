@@ -223,13 +223,13 @@ def test_two_devices_cannot_go_to_one() -> None:
 
 
 def test_an_exception_keeps_the_segment_of_its_tensor_until_it_is_given_back(pair: Cluster) -> None:
-    """On a link with the lane; in a cluster there is none, so what the caller would see is not looked at."""
+    """On a link with shared memory; in a cluster there is none, so what the caller would see is not looked at."""
     worker: Worker = pair["b"]
     assert pair["a"].rpc_sync("b", answer, (1,)) == 1
     (link,) = [link for link in worker.agent.peer("a").links if not link.dialled]
     error = ValueError("see", torch.full((1 << 17,), 7.0))
     fault = pair.fault("drop", Failure)
-    link.lane_open = True
+    link.shares_memory = True
     try:
         worker.agent.answer_failure(link, 99, error)
         (segment,) = link.held.values()
@@ -238,9 +238,9 @@ def test_an_exception_keeps_the_segment_of_its_tensor_until_it_is_given_back(pai
         pair.faults.clear()
         worker.agent.answer_failure(link, 99, error)  # to a caller that waits for it no more
         assert eventually(lambda: list(link.held) == [segment.number])
-        assert repr(worker.agent.marshal.shelf) == f"<SegmentPool 2 segments, {segment.size:,} bytes idle>"
+        assert repr(worker.agent.marshal.segments) == f"<SegmentPool 2 segments, {segment.size:,} bytes idle>"
     finally:
-        link.lane_open = False
+        link.shares_memory = False
         link.held.clear()
 
 

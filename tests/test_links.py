@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from support import AT_ONCE, PATIENCE, eventually, in_thread, no_new_threads
-from telegrad._agent.agent import Agent
 from telegrad._agent.backlog import Work
 from telegrad._agent.link import StreamLink
 from telegrad._agent.loopback import Direct, connect
 from telegrad._agent.pool import Pool
+
+from support import AT_ONCE, PATIENCE, eventually, in_thread, no_new_threads
+from telegrad._agent.agent import Agent
 from telegrad._transport.buffers import BufferPool
 from telegrad._transport.shared_memory import SegmentPool
 from telegrad._transport.sockets import SocketStream, connect_tcp, listen_tcp
@@ -458,18 +458,18 @@ def test_the_host_of_a_peer_that_reads_nothing_is_not_silent(stream_pair: Pair) 
 
 @pytest.mark.parametrize("closer", [0, 1], ids=["caller", "callee"])
 def test_segments_that_were_not_given_back_are_let_go_with_the_link(pair: Pair, closer: int) -> None:
-    """The receiver's tensors live on theirs, so nobody may use them again; see ``transport/lane.py``."""
-    shelf = SegmentPool(bytes(32))
+    """The receiver's tensors live on theirs, so nobody may use them again; see ``_transport/shared_memory.py``."""
+    pool = SegmentPool(bytes(32))
     data = big(100_000, 6)
     for side in pair:
-        segment = shelf.put(np.frombuffer(data, np.uint8).ctypes.data, len(data))
+        segment = pool.put(np.frombuffer(data, np.uint8).ctypes.data, len(data))
         assert segment is not None
         side.link.held[segment.number] = segment
     del segment
-    assert repr(shelf) == "<SegmentPool 2 segments, 0 bytes idle>"
+    assert repr(pool) == "<SegmentPool 2 segments, 0 bytes idle>"
     pair[closer].link.close()
     assert eventually(lambda: not pair[0].link.held and not pair[1].link.held)
-    assert eventually(lambda: repr(shelf) == "<SegmentPool 0 segments, 0 bytes idle>")
+    assert eventually(lambda: repr(pool) == "<SegmentPool 0 segments, 0 bytes idle>")
 
 
 # --- interruptions: by a Ctrl-C, and by a signal handler that uses the link itself -------------------------------

@@ -1,4 +1,4 @@
-"""The door and the way to it, over real sockets: who is let in, and what strangers cost."""
+"""Listening and dialling over real sockets: which peers are let in, and what unauthenticated peers cost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from telegrad._transport.base import Stream
 from telegrad._transport.dial import Address, dial
 from telegrad._transport.handshake import ClientHandshake, Identity, Kind, _message, derive_key
 from telegrad._transport.identity import Credentials
-from telegrad._transport.listener import Door, Listener
+from telegrad._transport.listener import Listener, ListeningSocket
 from telegrad._transport.refusals import LINES
 from telegrad._transport.sockets import (
     SocketStream,
@@ -70,7 +70,7 @@ def anyone(credentials: Credentials) -> None:
 
 
 class House:
-    """A listener for "bob" on both transports, and the streams that came through its doors."""
+    """A listener for "bob" on both transports, and the streams that it handed over."""
 
     def __init__(self, papers: Papers, **options: Any) -> None:
         unix, path = listen_unix()
@@ -82,8 +82,8 @@ class House:
         self.papers = papers
         self.arrivals: queue.Queue[Arrival] = queue.Queue()
         self._open: list[Stream | socket.socket] = []
-        doors = [Door(unix), Door(tcp, papers.server())]
-        self.listener = Listener(doors, KEY, BOB, lambda *arrival: self.arrivals.put(arrival), **options)
+        listening = [ListeningSocket(unix), ListeningSocket(tcp, papers.server())]
+        self.listener = Listener(listening, KEY, BOB, lambda *arrival: self.arrivals.put(arrival), **options)
 
     def dial(
         self,
@@ -253,8 +253,8 @@ def test_ipv6(papers: Papers) -> None:
     except (UsageError, RendezvousError, OSError):
         pytest.skip("no IPv6 on this machine")
     arrivals: queue.Queue[Stream] = queue.Queue()
-    door = Door(sock, papers.server())
-    listener = Listener([door], KEY, BOB, lambda stream, peer, credentials: arrivals.put(stream))
+    listening = ListeningSocket(sock, papers.server())
+    listener = Listener([listening], KEY, BOB, lambda stream, peer, credentials: arrivals.put(stream))
     address = Address("tcp", host, port, papers.bob.fingerprint)
     assert str(address) == f"tls:[::1]:{port}"
     dial(address, KEY, ALICE, BOB, PATIENCE, anyone, papers.client()).close()
@@ -408,7 +408,7 @@ def test_a_certificate_for_another_worker_of_an_authority_that_names_them(tmp_pa
         except AuthenticationError as error:
             refused.put(str(error))
 
-    listener = Listener([Door(sock, tls_end(mallory, authority, server_side=True))], KEY, BOB, accept)
+    listener = Listener([ListeningSocket(sock, tls_end(mallory, authority, server_side=True))], KEY, BOB, accept)
     address = Address("tcp", host, port, mallory.fingerprint)
     try:
         with pytest.raises(AuthenticationError, match="certificate is for 'mallory', not for worker 'bob'"):
@@ -505,7 +505,7 @@ def test_three_hundred_silent_strangers(house: House, caplog: pytest.LogCaptureF
     assert evicted[LINES] == "more refused connections are only counted for the rest of this minute"
     assert house.listener._refusals._unwritten in range(300 - 256 - LINES, 300 - 256 - LINES + 3)  # ours came in, too
     assert is_closed(strangers[0])
-    assert len(house.listener._visitors) <= 256
+    assert len(house.listener._pending) <= 256
     assert resident() - before < 64 << 20
     open_before = descriptors()
     house.listener.close()
@@ -526,7 +526,7 @@ def test_no_descriptor_leaks(house: House, papers: Papers, other_papers: Papers)
             house.dial("tcp", tls=strange)
 
     visit()
-    assert eventually(lambda: not house.listener._visitors)
+    assert eventually(lambda: not house.listener._pending)
     before = descriptors()
     for _ in range(20):
         visit()
@@ -535,7 +535,7 @@ def test_no_descriptor_leaks(house: House, papers: Papers, other_papers: Papers)
 
 def test_out_of_descriptors(house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The listener waits, without spinning, says so once, and goes on when there are descriptors again."""
-    monkeypatch.setattr(listener_module, "_BACK_OFF", 0.05)
+    monkeypatch.setattr(listener_module, "_PAUSE_SECONDS", 0.05)
     attempts: list[float] = []
 
     def starved(self: socket.socket) -> Any:

@@ -1,4 +1,4 @@
-"""Marshal over one link: which buffers go by the lane, when their segments come back, and when they do not."""
+"""Marshal over one link: which buffers go through shared memory, when their segments come back, and when not."""
 
 from __future__ import annotations
 
@@ -18,65 +18,68 @@ from telegrad._agent.peers import Peer, WorkerRecord
 from telegrad._ids import GlobalId
 from telegrad._transport import shared_memory
 from telegrad._transport.buffers import size_class
-from telegrad._transport.shared_memory import LANE_LIMIT, PeerSegments
+from telegrad._transport.shared_memory import SHARED_FROM, PeerSegments
 from telegrad._wire import codec
-from telegrad._wire.messages import Body, InPeer, Node, Reply, RRefFork, Taken
-from telegrad._wire.values import EMPTY_PARCEL, Parcel, Route
+from telegrad._wire.messages import Body, InSegment, Node, Reply, RRefFork, SegmentReleased
+from telegrad._wire.values import PACKED_NONE, PackedValue, Route
 from telegrad.errors import ProtocolError, SerializationError, WorkerLostError
 
 BIG = 100_000  # bytes
-WORD = bytes(range(32))
+TOKEN = bytes(range(32))
 
 
 class FakeLink:
     """One end of a link: holds what was lent, and remembers what is to be said."""
 
-    def __init__(self, peer_id: int, lane_open: bool = True, pid: int | None = None) -> None:
+    def __init__(self, peer_id: int, shares_memory: bool = True, pid: int | None = None) -> None:
         self.peer_id = peer_id
         self.pid = pid
-        self.lane_open = lane_open
+        self.shares_memory = shares_memory
         self.held: dict[int, Any] = {}
-        self.posted: list[Taken] = []
+        self.posted: list[SegmentReleased] = []
 
-    def post(self, message: Taken) -> None:
+    def post(self, message: SegmentReleased) -> None:
         self.posted.append(message)
 
 
 class Pair:
     """A sender and a receiver, and both ends of the link between them."""
 
-    def __init__(self, lane_open: bool = True) -> None:
-        self.out, self.back = FakeLink(1, lane_open), FakeLink(0, pid=os.getpid())
+    def __init__(self, shares_memory: bool = True) -> None:
+        self.out, self.back = FakeLink(1, shares_memory), FakeLink(0, pid=os.getpid())
         self.to = Peer(WorkerRecord(1, "receiver"), Route(1))
-        self.peers = {0: Peer(WorkerRecord(0, "sender", pid=os.getpid(), lane_word=WORD), Route(0)), 1: self.to}
-        self.sender = Marshal(self.peers.__getitem__, True, WORD)
+        self.peers = {
+            0: Peer(WorkerRecord(0, "sender", pid=os.getpid(), shared_memory_token=TOKEN), Route(0)),
+            1: self.to,
+        }
+        self.sender = Marshal(self.peers.__getitem__, True, TOKEN)
         self.receiver = Marshal(self.peers.__getitem__, True, bytes(32))
 
-    def pack(self, value: Any) -> Parcel:
+    def pack(self, value: Any) -> PackedValue:
         return self.sender.pack(self.to, self.out, value)
 
-    def open(self, parcel: Parcel) -> Any:
-        body = arrived(parcel)
-        return self.receiver.open(self.back, body, [bytearray(memory) for memory in parcel.stream])[0]
+    def open(self, packed: PackedValue) -> Any:
+        body = arrived(packed)
+        return self.receiver.open(self.back, body, [bytearray(memory) for memory in packed.stream])[0]
 
-    def deliver(self) -> list[Taken]:
+    def deliver(self) -> list[SegmentReleased]:
         """Brings what the receiver has to say to the sender."""
         said, self.back.posted = self.back.posted, []
         for message in said:
-            self.sender.taken(self.out, message)
+            self.sender.segment_released(self.out, message)
         return said
 
     @property
     def idle(self) -> int:
-        return self.sender.shelf._idle.bytes
+        return self.sender.segments._idle.bytes
 
     @property
     def segments(self) -> int:
-        return len(self.sender.shelf._segments)
+        return len(self.sender.segments._segments)
 
 
-def arrived(parcel: Parcel) -> Body:
-    message = codec.decode(codec.encode(Reply(1, parcel.body)))
+def arrived(packed: PackedValue) -> Body:
+    message = codec.decode(codec.encode(Reply(1, packed.body)))
     assert isinstance(message, Reply)
     return message.body
 
@@ -108,46 +111,46 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 # --- which way ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("size", "by_lane"), [(LANE_LIMIT - 1, False), (LANE_LIMIT, True), (9 << 20, True)])
-def test_the_lane_takes_big_buffers(pair: Pair, size: int, by_lane: bool) -> None:
-    parcel = pair.pack([tensor(5, size)])
-    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer if by_lane else int]
-    assert list(pair.out.held.values()) == list(parcel.segments)
-    assert len(pair.out.held) == by_lane
-    assert is_all(pair.open(parcel)[0], 5)
+@pytest.mark.parametrize(("size", "shared"), [(SHARED_FROM - 1, False), (SHARED_FROM, True), (9 << 20, True)])
+def test_big_buffers_go_through_shared_memory(pair: Pair, size: int, shared: bool) -> None:
+    packed = pair.pack([tensor(5, size)])
+    assert [type(buffer) for buffer in packed.body.buffers] == [InSegment if shared else int]
+    assert list(pair.out.held.values()) == list(packed.segments)
+    assert len(pair.out.held) == shared
+    assert is_all(pair.open(packed)[0], 5)
 
 
-def test_a_lane_that_is_closed_takes_nothing() -> None:
-    pair = Pair(lane_open=False)
-    parcel = pair.pack([tensor(5, 9 << 20)])
-    assert parcel.segments == []
+def test_without_shared_memory_big_buffers_go_by_the_stream() -> None:
+    pair = Pair(shares_memory=False)
+    packed = pair.pack([tensor(5, 9 << 20)])
+    assert packed.segments == []
     assert pair.out.held == {}
-    assert is_all(pair.open(parcel)[0], 5)
+    assert is_all(pair.open(packed)[0], 5)
     assert pair.segments == 0
 
 
 def test_the_memory_of_a_process_is_read_only_where_the_kernel_vouches_for_that_process(pair: Pair) -> None:
     """On TCP a peer could name the process of another worker of this host."""
-    parcel = pair.pack([tensor(5)])
+    packed = pair.pack([tensor(5)])
     pair.back.pid = None
     with pytest.raises(ProtocolError, match="worker 'sender' names shared memory, but is not on this host"):
-        pair.open(parcel)
-    assert pair.receiver._windows == {}
+        pair.open(packed)
+    assert pair.receiver._peer_segments == {}
     assert pair.back.posted == []
 
 
 def test_the_process_is_the_one_at_the_other_end_whatever_the_record_says(pair: Pair) -> None:
-    pair.peers[0].record = WorkerRecord(0, "sender", pid=1, lane_word=WORD)
+    pair.peers[0].record = WorkerRecord(0, "sender", pid=1, shared_memory_token=TOKEN)
     assert is_all(pair.open(pair.pack([tensor(5)]))[0], 5)
 
 
 def test_beyond_the_last_segment_buffers_go_by_the_socket(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_MOST_SEGMENTS", 2)
-    parcel = pair.pack([tensor(number) for number in range(5)])
-    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer] * 2 + [int] * 3
-    got = pair.open(parcel)
+    packed = pair.pack([tensor(number) for number in range(5)])
+    assert [type(buffer) for buffer in packed.body.buffers] == [InSegment] * 2 + [int] * 3
+    got = pair.open(packed)
     assert all(is_all(one, number) for number, one in enumerate(got))
-    del got, parcel
+    del got, packed
     pair.receiver.give_back()
     pair.deliver()
     assert len(pair.pack([tensor(1), tensor(2)]).segments) == 2
@@ -161,49 +164,49 @@ def test_a_value_that_cannot_be_sent_holds_nothing(pair: Pair) -> None:
     assert pair.segments == 0
 
 
-def test_nothing_is_an_empty_parcel_unless_the_interceptor_has_something_to_say(pair: Pair) -> None:
-    assert pair.pack(None) is EMPTY_PARCEL
+def test_none_is_the_packed_none_unless_the_interceptor_has_something_to_say(pair: Pair) -> None:
+    assert pair.pack(None) is PACKED_NONE
     pair.to.route.outgoing = lambda to, tensors: [to, len(tensors)]
-    parcel = pair.pack(None)
-    assert parcel.body == Body(extra=[1, 0])
+    packed = pair.pack(None)
+    assert packed.body == Body(extra=[1, 0])
     heard: list[Any] = []
     pair.receiver.incoming = lambda sender, extra, tensors: heard.append((sender, extra, tensors))
-    assert pair.open(parcel) is None
+    assert pair.open(packed) is None
     assert heard == [(0, [1, 0], [])]
 
 
 # --- bundles --------------------------------------------------------------------------------------------------------
 
 
-def test_a_bundle_lays_big_tensors_onto_the_lane_and_the_link_holds_them_when_it_is_closed(pair: Pair) -> None:
+def test_a_bundle_copies_big_tensors_to_segments_and_the_link_holds_them_when_it_is_closed(pair: Pair) -> None:
     bundle = pair.sender.bundle(pair.to, pair.out, recorded=True)
     bundle.add([tensor(1), tensor(2, 10)])
     assert bundle.is_small is False
-    bundle.add([tensor(3, LANE_LIMIT - 1), tensor(4, LANE_LIMIT)])
+    bundle.add([tensor(3, SHARED_FROM - 1), tensor(4, SHARED_FROM)])
     assert pair.segments == 2
     assert pair.out.held == {}, "it has not gone yet"
-    parcel = pair.sender.close(pair.out, bundle)
-    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer, bytes, int, InPeer]
-    assert pair.out.held == {segment.number: segment for segment in parcel.segments}
+    packed = pair.sender.close(pair.out, bundle)
+    assert [type(buffer) for buffer in packed.body.buffers] == [InSegment, bytes, int, InSegment]
+    assert pair.out.held == {segment.number: segment for segment in packed.segments}
     assert len(pair.out.held) == 2
-    got = pair.open(parcel)
-    assert [len(one) for one in got] == [BIG, 10, LANE_LIMIT - 1, LANE_LIMIT]
+    got = pair.open(packed)
+    assert [len(one) for one in got] == [BIG, 10, SHARED_FROM - 1, SHARED_FROM]
     assert all(is_all(one, value) for one, value in zip(got, [1, 2, 3, 4], strict=True))
     del got
     pair.receiver.give_back()
     assert len(pair.deliver()) == 2
     assert pair.out.held == {}
-    assert pair.idle == size_class(BIG) + size_class(LANE_LIMIT)
+    assert pair.idle == size_class(BIG) + size_class(SHARED_FROM)
 
 
-def test_a_bundle_to_a_peer_without_a_lane_uses_none() -> None:
-    pair = Pair(lane_open=False)
+def test_a_bundle_to_a_peer_without_shared_memory_uses_none() -> None:
+    pair = Pair(shares_memory=False)
     bundle = pair.sender.bundle(pair.to, pair.out, recorded=True)
     bundle.add([tensor(5)])
     assert not bundle.is_small
-    parcel = pair.sender.close(pair.out, bundle)
-    assert (parcel.segments, pair.out.held, pair.segments) == ([], {}, 0)
-    assert is_all(pair.open(parcel)[0], 5)
+    packed = pair.sender.close(pair.out, bundle)
+    assert (packed.segments, pair.out.held, pair.segments) == ([], {}, 0)
+    assert is_all(pair.open(packed)[0], 5)
 
 
 def test_a_bundle_that_never_goes_holds_nothing(pair: Pair) -> None:
@@ -236,7 +239,7 @@ def test_a_segment_comes_back_when_the_last_tensor_over_it_is_gone(pair: Pair) -
     del view
     assert pair.back.posted == [], "nobody has looked yet"
     pair.receiver.give_back()
-    assert pair.deliver() == [Taken(number)]
+    assert pair.deliver() == [SegmentReleased(number)]
     assert pair.out.held == {}
     assert pair.idle == size_class(BIG)
     pair.receiver.give_back()
@@ -258,15 +261,15 @@ def test_it_is_said_with_whatever_comes_next(pair: Pair, with_what: str) -> None
         pair.open(other)
     else:
         pair.receiver.trim()
-    assert Taken(number) in pair.back.posted
+    assert SegmentReleased(number) in pair.back.posted
 
 
 def test_the_same_segment_serves_again_and_again(pair: Pair) -> None:
     numbers, addresses = set(), set()
     for value in range(10):
-        parcel = pair.pack([tensor(value)])
-        numbers |= {segment.number for segment in parcel.segments}
-        (got,) = pair.open(parcel)
+        packed = pair.pack([tensor(value)])
+        numbers |= {segment.number for segment in packed.segments}
+        (got,) = pair.open(packed)
         assert is_all(got, value)
         addresses.add(got.data_ptr())
         got += 1  # the receiver's own
@@ -289,17 +292,17 @@ def test_what_is_kept_never_changes(pair: Pair) -> None:
 
 def test_it_is_a_snapshot(pair: Pair) -> None:
     mine = tensor(1)
-    parcel = pair.pack([mine])
+    packed = pair.pack([mine])
     mine.fill_(2)
-    (got,) = pair.open(parcel)
+    (got,) = pair.open(packed)
     mine.fill_(3)
     assert is_all(got, 1)
 
 
 def test_several_buffers_of_one_message_come_back_one_by_one(pair: Pair) -> None:
-    parcel = pair.pack([tensor(1), tensor(2), np.full(BIG, 3, np.uint8)])
-    numbers = [segment.number for segment in parcel.segments]
-    one, other, array = pair.open(parcel)
+    packed = pair.pack([tensor(1), tensor(2), np.full(BIG, 3, np.uint8)])
+    numbers = [segment.number for segment in packed.segments]
+    one, other, array = pair.open(packed)
     del array
     pair.receiver.give_back()
     assert len(pair.deliver()) == 1
@@ -316,36 +319,36 @@ def test_several_buffers_of_one_message_come_back_one_by_one(pair: Pair) -> None
 
 def test_a_segment_goes_to_whoever_needs_it_next(pair: Pair) -> None:
     (segment,) = pair.pack([tensor(1)]).segments
-    pair.sender.taken(pair.out, Taken(segment.number))
+    pair.sender.segment_released(pair.out, SegmentReleased(segment.number))
     other = FakeLink(2)
     (again,) = pair.sender.pack(Peer(WorkerRecord(2, "third"), Route(2)), other, [tensor(2)]).segments
     assert again is segment
     assert list(other.held) == [segment.number]
 
 
-@pytest.mark.parametrize("message", [Taken(12345), Taken(12345, kept=True), Taken(-1)])
-def test_a_segment_that_nobody_knows_is_no_error(pair: Pair, message: Taken) -> None:
+@pytest.mark.parametrize("message", [SegmentReleased(12345), SegmentReleased(12345, kept=True), SegmentReleased(-1)])
+def test_a_segment_that_nobody_knows_is_no_error(pair: Pair, message: SegmentReleased) -> None:
     pair.pack([tensor(1)])
-    pair.sender.taken(pair.out, message)
+    pair.sender.segment_released(pair.out, message)
     assert len(pair.out.held) == 1
     assert pair.idle == 0
 
 
 def test_nobody_gives_back_what_another_has(pair: Pair) -> None:
     (segment,) = pair.pack([tensor(1)]).segments
-    pair.sender.taken(FakeLink(2), Taken(segment.number))
+    pair.sender.segment_released(FakeLink(2), SegmentReleased(segment.number))
     assert pair.out.held == {segment.number: segment}
     assert pair.idle == 0
 
 
 def test_a_message_that_nobody_wants_gives_its_segments_back(pair: Pair) -> None:
-    parcel = pair.pack([tensor(1), tensor(2), 3])
+    packed = pair.pack([tensor(1), tensor(2), 3])
     fork = RRefFork(GlobalId(0, 1), GlobalId(0, 2), 0, 0)
     made: list[tuple[RRefFork, int]] = []
     pair.receiver.make_reference = lambda fork, sender: made.append((fork, sender))
-    body = arrived(parcel)
+    body = arrived(packed)
     pair.receiver.discard(pair.back, Body(body.tree, buffers=(*body.buffers, bytearray(b"x"), 5), rrefs=(fork,)))
-    assert pair.deliver() == [Taken(segment.number) for segment in parcel.segments]
+    assert pair.deliver() == [SegmentReleased(segment.number) for segment in packed.segments]
     assert pair.idle == 2 * size_class(BIG)
     assert made == [(fork, 0)]
 
@@ -372,7 +375,7 @@ def test_who_keeps_a_tensor_for_long_keeps_its_segment(pair: Pair, clock: Clock)
     assert pair.deliver() == []
     clock.now += 2
     pair.receiver.trim()
-    assert pair.deliver() == [Taken(number, kept=True)]
+    assert pair.deliver() == [SegmentReleased(number, kept=True)]
     assert number not in pair.out.held
     assert pair.idle == 0
     assert pair.segments == 1, "the sender has only the other one left"
@@ -383,7 +386,7 @@ def test_who_keeps_a_tensor_for_long_keeps_its_segment(pair: Pair, clock: Clock)
     pair.receiver.trim()
     del kept
     pair.receiver.give_back()
-    assert Taken(number) not in pair.deliver(), "it is nobody's business any more"
+    assert SegmentReleased(number) not in pair.deliver(), "it is nobody's business any more"
 
 
 def test_a_segment_is_given_up_once(pair: Pair, clock: Clock) -> None:
@@ -398,7 +401,7 @@ def test_a_segment_is_given_up_once(pair: Pair, clock: Clock) -> None:
 
 
 def test_what_was_kept_is_unmapped_with_its_last_tensor(pair: Pair, clock: Clock) -> None:
-    pair.open(pair.pack([tensor(0, 2 * BIG)]))  # used before it, so that a trim of the window takes this one
+    pair.open(pair.pack([tensor(0, 2 * BIG)]))  # used before it, so that a trim takes this one
     (kept,) = pair.open(pair.pack([tensor(1)]))
     clock.now += 2 * marshal._KEPT_SECONDS
     pair.receiver.trim()
@@ -438,7 +441,7 @@ def test_a_trim_gives_all_back_to_the_system_in_the_end(pair: Pair) -> None:
 
 def mappings() -> int:
     with open("/proc/self/maps") as maps:
-        return sum(shared_memory._name(WORD, 0)[:-1] in line for line in maps)
+        return sum(shared_memory._name(TOKEN, 0)[:-1] in line for line in maps)
 
 
 # --- failure --------------------------------------------------------------------------------------------------------
@@ -459,11 +462,11 @@ def refuse_view(monkeypatch: pytest.MonkeyPatch, which: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("failing", [1, 2, 3])
 def test_a_segment_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
-    parcel = pair.pack([tensor(1), tensor(2), tensor(3)])
-    numbers = {segment.number for segment in parcel.segments}
+    packed = pair.pack([tensor(1), tensor(2), tensor(3)])
+    numbers = {segment.number for segment in packed.segments}
     refuse_view(monkeypatch, [failing])
     with pytest.raises(WorkerLostError, match=r"worker 'sender' took 100,000 bytes away: .*Cannot allocate memory"):
-        pair.open(parcel)
+        pair.open(packed)
     pair.receiver.give_back()
     said = pair.deliver()
     assert {message.segment for message in said} == numbers
@@ -474,13 +477,13 @@ def test_a_segment_that_cannot_be_mapped(pair: Pair, monkeypatch: pytest.MonkeyP
 
 
 def test_a_sender_that_is_gone(pair: Pair) -> None:
-    parcel = pair.pack([tensor(1)])
+    packed = pair.pack([tensor(1)])
     pair.back.pid = 2**22 + 1
     with pytest.raises(WorkerLostError, match="worker 'sender' took 100,000 bytes away"):
-        pair.open(parcel)
+        pair.open(packed)
 
 
 def test_a_receiver_that_is_told_of_no_segment_of_the_sender(pair: Pair) -> None:
-    body = Body(Node(0, []), buffers=(InPeer(1, 0, BIG),))
+    body = Body(Node(0, []), buffers=(InSegment(1, 0, BIG),))
     with pytest.raises(WorkerLostError, match="took 100,000 bytes away"):
         pair.receiver.open(pair.back, body, [])

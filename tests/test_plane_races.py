@@ -18,7 +18,7 @@ from telegrad._core.python import plane as plane_module
 from telegrad._core.python.link import PythonLink
 from telegrad._core.python.plane import PythonPlane
 from telegrad._transport.sockets import SocketStream
-from telegrad._wire.messages import Call, Reply, Taken
+from telegrad._wire.messages import Call, Reply, SegmentReleased
 from telegrad.errors import WorkerLostError
 
 
@@ -116,8 +116,8 @@ def test_a_handler_that_fails_at_once_ends_neither_its_thread_nor_its_link(
     def fail(link: Any, frame: Any) -> None:
         raise ValueError("a handler with a fault")
 
-    callee.handlers[Taken] = (How.QUICK, fail)
-    caller.link.send(Taken(1))
+    callee.handlers[SegmentReleased] = (How.QUICK, fail)
+    caller.link.send(SegmentReleased(1))
     assert caller.plane.wait(caller.call())
     assert [record for record in caplog.records if record.levelno == logging.ERROR and record.exc_info]
 
@@ -131,8 +131,8 @@ def test_what_a_message_raises_does_not_count_as_unfinished(error: type[BaseExce
     def fail(link: Any, frame: Any) -> None:
         raise error
 
-    callee.handlers[Taken] = (How.MESSAGE, fail)
-    caller.link.send(Taken(1))
+    callee.handlers[SegmentReleased] = (How.MESSAGE, fail)
+    caller.link.send(SegmentReleased(1))
     with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
         callee.plane.attend(callee.link, lambda: False)
     assert not callee.plane.unfinished

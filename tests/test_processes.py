@@ -29,7 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "unix": {},
     "tcp": {"transports": ("tcp",), "secret": SECRET},
     "own certificates": {"transports": ("tcp",), "secret": SECRET},  # and files, see below
-    "no lane": {},
+    "no shared memory": {},
 }
 
 
@@ -44,9 +44,9 @@ def workers(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list
     """Three workers that live as long as this way is tested; each test leaves them as it found them."""
     authority = OwnAuthority(tmp_path_factory.mktemp("tls")) if way == "own certificates" else None
     with worker_processes(3) as cast:
-        if way == "no lane":
+        if way == "no shared memory":
             for process in cast:
-                process.run(remote_functions.close_lanes)
+                process.run(remote_functions.forbid_shared_memory)
         join(cast, options_of=authority.files_for if authority else None, **WAYS[way])
         yield cast
         for process in cast:
@@ -113,10 +113,10 @@ def test_a_function_that_cannot_be_imported_there_is_named(workers: list[WorkerP
 
 @pytest.mark.parametrize("megabytes", [1, 16, 64])
 def test_big_tensors_come_back_the_same(workers: list[WorkerProcess], way: str, megabytes: int) -> None:
-    same, lanes = workers[0].run(remote_functions.send_around, "worker1", megabytes * MB + 13)
+    same, links_with_memory = workers[0].run(remote_functions.send_around, "worker1", megabytes * MB + 13)
     assert same
-    assert (lanes > 0) == (way == "unix")
-    assert (workers[0].run(segments.shelf)["segments"] > 0) == (way == "unix")
+    assert (links_with_memory > 0) == (way == "unix")
+    assert (workers[0].run(segments.segment_counts)["segments"] > 0) == (way == "unix")
 
 
 def test_replies_that_are_held_never_change(workers: list[WorkerProcess]) -> None:
@@ -325,7 +325,7 @@ def test_the_death_of_a_worker_is_noticed_though_its_forked_children_live() -> N
 def test_a_message_that_takes_longer_than_the_heartbeat_is_no_silence(transport: str) -> None:
     with worker_processes(2) as cast:
         for process in cast:
-            process.run(remote_functions.close_lanes)
+            process.run(remote_functions.forbid_shared_memory)
         join(cast, transports=(transport,), heartbeat=0.5, secret=SECRET)
         cast[0].run(remote_functions.big_message, "worker1", 600 * MB)
         assert "lost" not in cast[0].log() + cast[1].log()

@@ -105,7 +105,7 @@ def test_two_records_of_one_name(store: HashStore) -> None:
         ({"pid": -1}, "bad pid"),
         ({"host": "\x1b[31m"}, "bad host"),
         ({"world_size": 1}, "bad world_size"),
-        ({"lane_word": bytes(65)}, "bad lane_word"),
+        ({"shared_memory_token": bytes(65)}, "bad shared_memory_token"),
     ],
 )
 def test_a_record_with_a_bad_field(store: HashStore, fields: dict[str, Any], message: str) -> None:

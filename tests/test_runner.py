@@ -13,12 +13,12 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from telegrad._agent.backlog import Work
 from torch import Tensor
 from torch.nn import functional
 
 from support import PATIENCE, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, rpc
-from telegrad._agent.backlog import Work
 from telegrad._ids import PassId
 from telegrad._wire.messages import Gradients, PassHead
 from telegrad._wire.values import Bundle, Route

@@ -35,11 +35,11 @@ def pair() -> Iterator[list[WorkerProcess]]:
 
 
 def introduce(*cast: WorkerProcess) -> None:
-    """Opens the lane between all of them, both ways: it is closed until the other side has said that it can see."""
+    """Waits until all of them share memory, both ways: a side uses it once the other has said that it can read it."""
     names = [f"worker{rank}" for rank in range(len(cast))]
     for name, process in zip(names, cast, strict=True):
         others = [other for other in names if other != name]
-        soon(lambda process=process, others=others: process.run(segments.lanes_open, *others), True)
+        soon(lambda process=process, others=others: process.run(segments.memory_is_shared, *others), True)
 
 
 # --- a snapshot -----------------------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ def test_a_tensor_may_be_changed_as_soon_as_it_is_sent(pair: list[WorkerProcess]
     callee.signal(signal.SIGSTOP)  # so that it looks at the message when all is over
     try:
         caller.run(segments.send_and_change, "worker1", size, before=1, after=2)
-        assert caller.run(segments.shelf)["out"] == 1, "it went by the lane"
+        assert caller.run(segments.segment_counts)["out"] == 1, "it went through shared memory"
     finally:
         callee.signal(signal.SIGCONT)
     assert caller.run(segments.answer) == 1
@@ -66,7 +66,7 @@ def test_a_result_may_be_changed_as_soon_as_it_is_sent(pair: list[WorkerProcess]
     caller.signal(signal.SIGSTOP)
     try:
         callee.run(segments.let_go_on)
-        soon(lambda: callee.run(segments.shelf)["out"], 1)
+        soon(lambda: callee.run(segments.segment_counts)["out"], 1)
         callee.run(segments.become, 2, MB)
     finally:
         caller.signal(signal.SIGCONT)
@@ -82,7 +82,7 @@ def test_a_segment_of_arguments_comes_back_over_an_idle_link(pair: list[WorkerPr
     caller, callee = pair
     introduce(caller, callee)
     assert caller.run(segments.send, "worker1", MB, 7) == [7]
-    soon(lambda: caller.run(segments.shelf), GIVEN_BACK)
+    soon(lambda: caller.run(segments.segment_counts), GIVEN_BACK)
     assert callee.run(segments.borrowed) == 0
 
 
@@ -90,7 +90,7 @@ def test_a_segment_of_a_result_comes_back_over_an_idle_link(pair: list[WorkerPro
     caller, callee = pair
     introduce(caller, callee)
     assert caller.run(segments.fetch, "worker1", MB, 7) == [7]
-    soon(lambda: callee.run(segments.shelf), GIVEN_BACK)
+    soon(lambda: callee.run(segments.segment_counts), GIVEN_BACK)
     assert caller.run(segments.borrowed) == 0
 
 
@@ -98,12 +98,12 @@ def test_a_segment_comes_back_when_a_tensor_that_was_kept_is_dropped(pair: list[
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.send_to_keep, "worker1", MB, 1, 2, 3)
-    assert caller.run(segments.shelf)["out"] == 3
+    assert caller.run(segments.segment_counts)["out"] == 3
     assert callee.run(segments.kept_values) == [1, 2, 3]
     callee.run(segments.drop_kept)
-    soon(lambda: caller.run(segments.shelf), {"segments": 3, "out": 0, "idle": 3 * size_class(MB)})
+    soon(lambda: caller.run(segments.segment_counts), {"segments": 3, "out": 0, "idle": 3 * size_class(MB)})
     assert caller.run(segments.send, "worker1", MB, 4, 5, 6) == [4, 5, 6]
-    assert caller.run(segments.shelf)["segments"] == 3, "they serve again"
+    assert caller.run(segments.segment_counts)["segments"] == 3, "they serve again"
 
 
 def test_the_answer_of_a_call_that_timed_out_gives_its_segment_back(pair: list[WorkerProcess]) -> None:
@@ -113,7 +113,7 @@ def test_the_answer_of_a_call_that_timed_out_gives_its_segment_back(pair: list[W
     kind, _, _ = caller.run(remote_functions.outcome, rpc.rpc_sync, "worker1", segments.hand_out_state, timeout=0.05)
     assert kind == "RpcTimeoutError"
     callee.run(segments.let_go_on)
-    soon(lambda: callee.run(segments.shelf), GIVEN_BACK)
+    soon(lambda: callee.run(segments.segment_counts), GIVEN_BACK)
 
 
 def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[WorkerProcess]) -> None:
@@ -124,7 +124,11 @@ def test_memory_that_nobody_needs_goes_back_to_the_system(pair: list[WorkerProce
     for process in pair:
         process.run(segments.hurry, 60.0)
     soon(
-        lambda: (caller.run(segments.shelf)["segments"], caller.run(segments.mappings), callee.run(segments.mappings)),
+        lambda: (
+            caller.run(segments.segment_counts)["segments"],
+            caller.run(segments.mappings),
+            callee.run(segments.mappings),
+        ),
         (0, 0, 0),
         15,
     )
@@ -136,7 +140,7 @@ def test_beyond_the_last_segment_tensors_go_by_the_socket(pair: list[WorkerProce
     caller.run(segments.allow_segments, 3)
     assert caller.run(segments.send, "worker1", MB, *range(10)) == list(range(10))
     caller.run(segments.send_to_keep, "worker1", MB, *range(10))
-    assert caller.run(segments.shelf)["segments"] == 3
+    assert caller.run(segments.segment_counts)["segments"] == 3
     assert callee.run(segments.kept_values) == list(range(10))
 
 
@@ -147,9 +151,9 @@ def test_a_tensor_that_is_kept_for_long_keeps_its_segment(pair: list[WorkerProce
     caller, callee = pair
     introduce(caller, callee)
     caller.run(segments.send_to_keep, "worker1", MB, 1, 2)
-    assert caller.run(segments.shelf) == {"segments": 2, "out": 2, "idle": 0}
+    assert caller.run(segments.segment_counts) == {"segments": 2, "out": 2, "idle": 0}
     callee.run(segments.hurry)
-    soon(lambda: caller.run(segments.shelf), {"segments": 0, "out": 0, "idle": 0})
+    soon(lambda: caller.run(segments.segment_counts), {"segments": 0, "out": 0, "idle": 0})
     assert callee.run(segments.borrowed) == 0
     for value in range(3, 20):
         assert caller.run(segments.send, "worker1", MB, value, value + 1) == [value, value + 1]
@@ -163,7 +167,7 @@ def test_a_result_that_is_kept_for_long_keeps_its_segment(pair: list[WorkerProce
     introduce(caller, callee)
     caller.run(segments.fetch_to_keep, "worker1", MB, 1)
     caller.run(segments.hurry)
-    soon(lambda: callee.run(segments.shelf), {"segments": 0, "out": 0, "idle": 0})
+    soon(lambda: callee.run(segments.segment_counts), {"segments": 0, "out": 0, "idle": 0})
     assert caller.run(segments.fetch, "worker1", MB, *range(2, 20)) == list(range(2, 20))
     assert caller.run(segments.kept_values) == [1]
 
@@ -211,9 +215,9 @@ def test_segments_that_a_dead_receiver_had_are_let_go() -> None:
         introduce(*cast)
         sender, receiver, _ = cast
         sender.run(segments.send_to_keep, "worker1", MB, 1, 2, 3)
-        assert sender.run(segments.shelf)["out"] == 3
+        assert sender.run(segments.segment_counts)["out"] == 3
         receiver.kill()
-        soon(lambda: sender.run(segments.shelf), {"segments": 0, "out": 0, "idle": 0})
+        soon(lambda: sender.run(segments.segment_counts), {"segments": 0, "out": 0, "idle": 0})
         assert sender.run(segments.send, "worker2", MB, 5) == [5]
         leave([cast[0], cast[2]])
 
@@ -227,7 +231,7 @@ def test_a_callee_that_cannot_map_a_segment_says_so_and_gives_it_back(pair: list
     callee.run(segments.refuse_mappings)
     with pytest.raises(WorkerLostError, match=r"worker 'worker0' took 1,048,576 bytes away: .*Cannot allocate memory"):
         caller.run(segments.send, "worker1", MB, 1, 2)
-    soon(lambda: caller.run(segments.shelf), {"segments": 2, "out": 0, "idle": 2 * size_class(MB)})
+    soon(lambda: caller.run(segments.segment_counts), {"segments": 2, "out": 0, "idle": 2 * size_class(MB)})
     assert caller.run(rpc.rpc_sync, "worker1", remote_functions.add, args=(1, 2)) == 3, "the link is as good as before"
     callee.run(segments.allow_mappings)
     assert caller.run(segments.send, "worker1", MB, 3, 4) == [3, 4]
@@ -239,7 +243,7 @@ def test_a_caller_that_cannot_map_a_segment_says_so_and_gives_it_back(pair: list
     caller.run(segments.refuse_mappings)
     with pytest.raises(WorkerLostError, match=r"worker 'worker1' took 1,048,576 bytes away: .*Cannot allocate memory"):
         caller.run(segments.fetch, "worker1", MB, 1)
-    soon(lambda: callee.run(segments.shelf), GIVEN_BACK)
+    soon(lambda: callee.run(segments.segment_counts), GIVEN_BACK)
     caller.run(segments.allow_mappings)
     assert caller.run(segments.fetch, "worker1", MB, 2) == [2]
 

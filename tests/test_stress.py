@@ -50,16 +50,16 @@ def test_thirty_two_processes_call_each_other_again_and_again() -> None:
         print(f"joined in {joined - start:.1f} s, called in {called - joined:.1f} s, left in {ended - called:.1f} s")
 
 
-@pytest.mark.parametrize("way", ["lane", "unix socket", "tcp"])
+@pytest.mark.parametrize("way", ["shared memory", "unix socket", "tcp"])
 def test_a_message_of_more_than_four_gigabytes(way: str) -> None:
     if psutil.virtual_memory().available < 15 * GB:
         pytest.skip(
             "needs 15 GB of free memory: the message on both sides, or in a segment, and what is kept of the last"
         )
     with worker_processes(2) as cast:
-        if way != "lane":
+        if way != "shared memory":
             for process in cast:
-                process.run(remote_functions.close_lanes)
+                process.run(remote_functions.forbid_shared_memory)
         join(cast, transports=("tcp",) if way == "tcp" else ("unix",), secret="a secret of this test")
         there, back = cast[0].start(remote_functions.big_message, "worker1", 4 * GB + 12345).result(300)
         print(f"4 GiB by {way}: {there:.1f} s there, {back:.1f} s back")

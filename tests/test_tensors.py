@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad._wire import codec, tensors, values
-from telegrad._wire.messages import Body, InPeer, Reply, TensorMeta
-from telegrad._wire.tensors import DTYPE_CODES, INLINE_BUDGET, INLINE_LIMIT, Packed, in_table, no_device_map
+from telegrad._wire.messages import Body, InSegment, Reply, TensorMeta
+from telegrad._wire.tensors import DTYPE_CODES, INLINE_BUDGET, INLINE_LIMIT, OutgoingBuffers, in_table, no_device_map
 from telegrad.errors import SerializationError, TelegradError, UsageError
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
 
@@ -135,6 +135,53 @@ def test_an_expanded_tensor_stays_expanded():
     assert trip(torch.ones(1).expand(10**9)).value.stride() == (0,)
 
 
+def gradient_of_sum():
+    seen = []
+    leaf = torch.ones(3, 4, requires_grad=True)
+    leaf.register_hook(lambda gradient: seen.append(gradient))
+    leaf.sum().backward()
+    return seen[0]
+
+
+EXPANDED = {
+    "gradient": gradient_of_sum(),
+    "one row": torch.tensor(2.0).expand(1, 5),
+    "from the middle": torch.arange(9.0)[4].expand(2, 3),
+    "int8": torch.tensor(7, dtype=torch.int8).expand(4),
+    "needs a gradient": torch.tensor(2.0).expand(4).requires_grad_(),
+    "parameter": torch.nn.Parameter(torch.tensor(2.0).expand(4)),
+    "all inline bytes used up": torch.tensor(3.0).expand(6),
+}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_an_expanded_scalar_is_described_without_a_question_and_as_any_strided_tensor(name, monkeypatch):
+    """The fast path gives what the general one gives, so receivers cannot tell them apart."""
+
+    def packed():
+        out = OutgoingBuffers(budget=0 if "used up" in name else INLINE_BUDGET)
+        metas = tensors.pack([EXPANDED[name]], out, no_device_map)
+        return metas, out.buffers, [bytes(memory) for memory in out.stream]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tensors, "in_table", lambda tensor: pytest.fail("it left the fast path"))
+        quick = packed()
+    monkeypatch.setattr(tensors, "NUMPY_CODES", {})
+    assert quick == packed()
+    got = trip([EXPANDED[name]]).value[0]
+    assert_same(got, EXPANDED[name])
+    assert got.untyped_storage().nbytes() == got.itemsize
+    assert not got._is_view()
+
+
+def test_an_expanded_tensor_and_its_base_share_one_buffer():
+    base = torch.tensor([1.0])
+    got_base, got = trip([base, base.expand(5)]).value
+    got_base.fill_(7)
+    assert got.tolist() == [7.0] * 5
+    assert got.untyped_storage()._cdata == got_base.untyped_storage()._cdata
+
+
 # --- bits and marks -------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +246,8 @@ def test_a_tensor_elsewhere_needs_a_device_map():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "TABLE_TYPES", (Elsewhere,))
         with pytest.raises(UsageError, match=r"cuda:1.*device map"):
-            tensors.pack([Elsewhere()], Packed(), no_device_map)
-        (meta,) = tensors.pack([Elsewhere()], Packed(), lambda device: f"cuda:{device.index + 1}")
+            tensors.pack([Elsewhere()], OutgoingBuffers(), no_device_map)
+        (meta,) = tensors.pack([Elsewhere()], OutgoingBuffers(), lambda device: f"cuda:{device.index + 1}")
     assert meta.device == "cuda:2"
 
 
@@ -336,12 +383,12 @@ def test_one_tensor_sent_twice_is_one():
 
 
 @pytest.mark.parametrize("size", [40, 100_000], ids=["inline", "stream"])
-@pytest.mark.parametrize("lane_limit", [None, 100_000], ids=["socket", "lane"])
-def test_overlapping_views_overlap_there_too(size, lane_limit):
+@pytest.mark.parametrize("shared_from", [None, 100_000], ids=["socket", "shared memory"])
+def test_overlapping_views_overlap_there_too(size, shared_from):
     base = torch.zeros(size)
-    done = trip([base[: size // 2 + 5], base[size // 2 - 5 :], base.detach()], lane_limit)
+    done = trip([base[: size // 2 + 5], base[size // 2 - 5 :], base.detach()], shared_from)
     left, right, whole = done.value
-    assert len(done.parcel.body.buffers) == 1
+    assert len(done.packed.body.buffers) == 1
     assert done.bytes_sent == base.nbytes
     right[0] = 7
     assert left[-10] == 7
@@ -402,7 +449,7 @@ def test_touching_views_do_not_alias_and_overlapping_neighbours_do():
     base = torch.arange(30.0)
     done = trip([base[0:10], base[10:20], base[15:25]])
     assert done.bytes_sent == 25 * 4
-    assert len(done.parcel.body.buffers) == 2
+    assert len(done.packed.body.buffers) == 2
 
 
 def test_empty_views_beside_full_ones():
@@ -439,105 +486,111 @@ def test_mixed_company():
 
 @pytest.mark.parametrize(
     ("size", "way"),
-    [(INLINE_LIMIT, "inline"), (INLINE_LIMIT + 1, "stream"), (99_999, "stream"), (100_000, "lane"), (9 << 20, "lane")],
+    [
+        (INLINE_LIMIT, "inline"),
+        (INLINE_LIMIT + 1, "stream"),
+        (99_999, "stream"),
+        (100_000, "shared memory"),
+        (9 << 20, "shared memory"),
+    ],
 )
 def test_small_middle_and_big_buffers(size, way):
     sent = random_tensor(torch.uint8, size)
-    done = assert_trip(sent, lane_limit=100_000)
+    done = assert_trip(sent, shared_from=100_000)
     assert done.ways == {way}
-    assert [segment.size >= size for segment in done.parcel.segments] == [True] * (way == "lane")
-    assert len(done.parcel.stream) == (way == "stream")
+    assert [segment.size >= size for segment in done.packed.segments] == [True] * (way == "shared memory")
+    assert len(done.packed.stream) == (way == "stream")
 
 
-def test_without_a_lane_the_biggest_go_by_stream():
+def test_without_shared_memory_the_biggest_go_by_stream():
     assert assert_trip(torch.zeros(100_000)).ways == {"stream"}
 
 
 @pytest.mark.parametrize(
     "view", [BASE.t(), torch.rand(300, 400)[5:, ::3], torch.randn(400, dtype=torch.complex64).conj()]
 )
-def test_views_by_the_lane(view):
-    done = trip(view, lane_limit=1)
-    assert done.ways <= {"lane", "inline"}
+def test_views_through_shared_memory(view):
+    done = trip(view, shared_from=1)
+    assert done.ways <= {"shared memory", "inline"}
     assert torch.equal(done.value, view)
 
 
 @quiet_sparse
 @pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
-def test_the_parts_of_a_sparse_tensor_by_the_lane(kind):
+def test_the_parts_of_a_sparse_tensor_through_shared_memory(kind):
     value = getattr(torch.ones(200, 200), kind)()
-    done = trip(value, lane_limit=1)
-    assert "lane" in done.ways
+    done = trip(value, shared_from=1)
+    assert "shared memory" in done.ways
     assert torch.equal(done.value.to_dense(), value.to_dense())
 
 
 def test_each_buffer_goes_its_own_way():
     sent = [random_tensor(torch.uint8, size) for size in (10, 50_000, 200_000, 20, 200_001, 60_000)]
-    done = trip(sent, lane_limit=100_000)
-    kinds = [type(buffer) for buffer in done.parcel.body.buffers]
-    assert kinds == [bytes, int, InPeer, bytes, InPeer, int]
+    done = trip(sent, shared_from=100_000)
+    kinds = [type(buffer) for buffer in done.packed.body.buffers]
+    assert kinds == [bytes, int, InSegment, bytes, InSegment, int]
     for got, expected in zip(done.value, sent, strict=True):
         assert_same(got, expected)
 
 
-def test_what_went_by_the_lane_is_a_snapshot_and_needs_the_original_no_more():
+def test_what_went_through_shared_memory_is_a_snapshot_and_needs_the_original_no_more():
     neighbours = Neighbours(limit=10_000)
     tensor = torch.arange(100_000.0)
     gone = weakref.ref(tensor)
-    parcel = values.pack([tensor], values.Route(1), codec.encode, neighbours.lane)
+    packed = values.pack([tensor], values.Route(1), neighbours.to_segment)
     tensor.zero_()
     del tensor
     assert gone() is None
-    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    body = codec.decode(codec.encode(Reply(1, packed.body))).body
     _, (got,) = receive(body, [], borrowed=neighbours.borrow(body))
     assert torch.equal(got, torch.arange(100_000.0))
 
 
 @pytest.mark.parametrize("make", [lambda: torch.arange(99_999.0), lambda: torch.arange(99_999.0)[::3]])
 def test_what_is_still_to_be_sent_is_kept_alive(make):
-    parcel = values.pack([make()], values.Route(1), codec.encode)
+    packed = values.pack([make()], values.Route(1))
     gc.collect()
-    assert b"".join(parcel.stream) == make().numpy().tobytes()
+    assert b"".join(packed.stream) == make().numpy().tobytes()
 
 
-def test_a_lane_that_takes_nothing_leaves_all_to_the_socket():
+def test_shared_memory_that_takes_nothing_leaves_all_to_the_socket():
     asked = []
     tensor = torch.arange(100_000.0)
-    packed = Packed(lambda address, size: asked.append((address, size)))
-    assert packed.add_array(tensor.numpy()) == 0
-    assert packed.add(b"small") == 1
-    assert packed.add(bytes(range(256)) * 200) == 2
+    out = OutgoingBuffers(lambda address, size: asked.append((address, size)))
+    assert out.add_array(tensor.numpy()) == 0
+    assert out.add(b"small") == 1
+    assert out.add(bytes(range(256)) * 200) == 2
     assert asked[0] == (tensor.data_ptr(), 400_000)
     assert [size for _, size in asked] == [400_000, 51_200], "nobody asks for what rides in the header"
-    assert packed.buffers == [400_000, b"small", 51_200]
-    assert packed.segments == []
-    assert [memory.nbytes for memory in packed.stream] == [400_000, 51_200]
+    assert out.buffers == [400_000, b"small", 51_200]
+    assert out.segments == []
+    assert [memory.nbytes for memory in out.stream] == [400_000, 51_200]
 
 
 def test_small_buffers_beyond_the_headers_budget_go_another_way():
-    """The lane is asked for them too, and has a limit of its own."""
+    """Shared memory is asked for them too, and has a limit of its own."""
     asked = []
-    packed = Packed(lambda _, size: asked.append(size))
+    out = OutgoingBuffers(lambda _, size: asked.append(size))
     for _ in range(INLINE_BUDGET // INLINE_LIMIT + 3):
-        packed.add(bytes(INLINE_LIMIT))
+        out.add(bytes(INLINE_LIMIT))
     assert asked == [INLINE_LIMIT] * 3
-    assert len(packed.stream) == 3
-    packed.add(b"")
-    assert packed.buffers[-1] == b""
+    assert len(out.stream) == 3
+    out.add(b"")
+    assert out.buffers[-1] == b""
 
 
 def test_a_region_that_several_share_goes_into_one_segment():
     base = torch.arange(100_000.0)
-    done = trip([base[:60_000], base[40_000:], base[::2]], lane_limit=1000)
-    assert len(done.parcel.segments) == 1
+    done = trip([base[:60_000], base[40_000:], base[::2]], shared_from=1000)
+    assert len(done.packed.segments) == 1
     left, right, even = done.value
     right[0] = -1
     assert left[40_000] == even[20_000] == -1
 
 
-def test_what_came_by_the_lane_can_be_changed_and_outlives_the_lane():
+def test_what_came_through_shared_memory_can_be_changed_and_outlives_its_pool():
     tensor = torch.arange(100_000.0)
-    got = trip(tensor, lane_limit=1000).value
+    got = trip(tensor, shared_from=1000).value
     gc.collect()
     got += 1
     assert torch.equal(got, tensor + 1)
@@ -568,8 +621,8 @@ def strided(draw):
 
 @given(strided(), st.sampled_from([None, 1]))
 @settings(max_examples=200)
-def test_any_strides(sent, lane_limit):
-    done = assert_trip(sent, lane_limit=lane_limit)
+def test_any_strides(sent, shared_from):
+    done = assert_trip(sent, shared_from=shared_from)
     assert done.bytes_sent <= sent.numel() * sent.itemsize
 
 
@@ -691,21 +744,21 @@ MALFORMED = {
 def test_malformed_descriptions_are_refused(meta):
     buffers = [bytearray([1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), bytearray(4), bytearray(), bytearray(3)]
     with pytest.raises(SerializationError):
-        values.tensors_of(Body(tensors=(meta,)), buffers)
+        tensors.unpack((meta,), buffers)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
 def test_a_device_that_torch_was_built_without():
     """Torch says so with an AssertionError, the first time."""
     with pytest.raises(SerializationError, match="CUDA"):
-        values.tensors_of(Body(tensors=(TensorMeta(FLOAT, (1,), 0, device="cuda"),)), [bytearray(4)])
+        tensors.unpack((TensorMeta(FLOAT, (1,), 0, device="cuda"),), [bytearray(4)])
 
 
 @pytest.mark.parametrize("buffer", [5, None, "text", object()], ids=str)
 def test_a_buffer_that_never_came_is_refused(buffer):
     for meta in (TensorMeta(FLOAT, (1,), 0), TensorMeta(HALF, (1,), 0), TensorMeta(FLOAT, (1,), 0, (1,))):
         with pytest.raises(SerializationError):
-            values.tensors_of(Body(tensors=(meta,)), [buffer])
+            tensors.unpack((meta,), [buffer])
 
 
 def test_a_part_nested_without_end_is_refused():
@@ -713,7 +766,7 @@ def test_a_part_nested_without_end_is_refused():
     for _ in range(5_000):
         meta = composite(COO, (9, 9), meta)
     with pytest.raises(SerializationError):
-        values.tensors_of(Body(tensors=(meta,)), [bytearray(16)])
+        tensors.unpack((meta,), [bytearray(16)])
 
 
 @quiet_sparse
@@ -729,7 +782,7 @@ def test_blocks_without_elements_are_refused(layout):
     meta = TensorMeta(DTYPE_CODES[torch.float32], (0, 2), layout=2, parts=parts, scalars=(layout,))
     buffers = [bytearray(torch.tensor([0, 1]).numpy().tobytes()), bytearray(8), bytearray()]
     with pytest.raises(SerializationError, match="blocks without elements"):
-        values.tensors_of(Body(tensors=(meta,)), buffers)
+        tensors.unpack((meta,), buffers)
 
 
 @pytest.mark.parametrize("layout", [STRIDED, COO, COMPRESSED, QUANT, CHANNELS, META])
@@ -739,7 +792,7 @@ def test_many_dimensions_are_refused_before_their_product_is_taken(layout):
     for shape, stride in [(many, (1,)), (many, many), ((1,) * 65, (1,) * 65), ((1,), many)]:
         meta = TensorMeta(FLOAT, shape, 0, stride, 0, 0, layout)
         with pytest.raises(SerializationError, match=r"a tensor of [\d,]+ dimensions came, and 64 is the most"):
-            values.tensors_of(Body(tensors=(meta,)), [bytearray(16)])
+            tensors.unpack((meta,), [bytearray(16)])
 
 
 def test_tensors_of_64_dimensions_go():
@@ -751,7 +804,7 @@ def test_tensors_of_64_dimensions_go():
 def test_expanded_tensors_go_if_they_can_be_read():
     mask = torch.ones(1, dtype=torch.bool).expand(8, 64, 2**15, 2**15)
     meta = TensorMeta(DTYPE_CODES[torch.bool], tuple(mask.shape), 0, mask.stride())
-    (got,) = values.tensors_of(Body(tensors=(meta,)), [bytearray(1)])
+    (got,) = tensors.unpack((meta,), [bytearray(1)])
     assert got.shape == mask.shape
     assert got.stride() == mask.stride()
 
@@ -775,9 +828,9 @@ def test_channels_have_the_scales_and_zero_points_that_torch_makes(dtype, zeros,
     made = made and (zeros is torch.int64 or (zeros is torch.float32 and dtype is not torch.qint32))
     if not made:
         with pytest.raises(SerializationError, match=r"cannot have \S+ scales and \S+ zero points"):
-            values.tensors_of(Body(tensors=(meta,)), buffers)
+            tensors.unpack((meta,), buffers)
         return
-    (tensor,) = values.tensors_of(Body(tensors=(meta,)), buffers)
+    (tensor,) = tensors.unpack((meta,), buffers)
     assert tensor.dequantize().tolist() == [0.0, 0.0]
     assert "size=(2,)" in repr(tensor)
 
@@ -814,12 +867,12 @@ def composite_buffers():
 def test_a_flag_that_the_kind_of_tensor_cannot_have_is_refused(kind, flag):
     """torch dies of a quantised tensor with a conjugate or negative bit."""
     meta = COMPOSITES[kind]
-    values.tensors_of(Body(tensors=(meta,)), composite_buffers())
+    tensors.unpack((meta,), composite_buffers())
     if flag == GAPS and kind == "integers":
         flag = GAPS | COALESCED
     for flags in (flag, flag | 1, flag | 2) if flag > 0 else (flag,):
         with pytest.raises(SerializationError, match="cannot have flags"):
-            values.tensors_of(Body(tensors=(flagged(meta, flags),)), composite_buffers())
+            tensors.unpack((flagged(meta, flags),), composite_buffers())
 
 
 @quiet_sparse
@@ -828,7 +881,7 @@ def test_a_flag_that_the_kind_of_tensor_cannot_have_is_refused(kind, flag):
 )
 def test_a_part_is_a_plain_tensor(part):
     with pytest.raises(SerializationError, match="a gradient or a device of its own"):
-        values.tensors_of(Body(tensors=(composite(COO, (9, 300), part, FLOATS),)), composite_buffers())
+        tensors.unpack((composite(COO, (9, 300), part, FLOATS),), composite_buffers())
 
 
 @quiet_sparse
@@ -841,7 +894,7 @@ def test_indices_that_lead_beyond_the_others_are_refused(outer, layout):
         COMPRESSED, (2, 2), TensorMeta(LONG, (3,), 0), TensorMeta(LONG, (0,), 1), elements, scalars=(layout,)
     )
     with pytest.raises(SerializationError, match="the indices of a sparse tensor"):
-        values.tensors_of(Body(tensors=(meta,)), [bytearray(torch.tensor(outer).numpy().tobytes()), bytearray()])
+        tensors.unpack((meta,), [bytearray(torch.tensor(outer).numpy().tobytes()), bytearray()])
 
 
 INDEXED = {
@@ -883,7 +936,7 @@ def test_indices_share_no_memory_with_what_the_peer_can_change(kind):
     meta = INDEXED[kind]
     buffers = [bytearray(torch.tensor(content).numpy().tobytes()) for content in ([0, 1], [0, 2])]
     aliases = (TensorMeta(LONG, (2,), 0), TensorMeta(LONG, (2,), 1), TensorMeta(LONG, (2,), 0, (1,)))
-    tensor, *others = values.tensors_of(Body(tensors=(meta, *aliases)), buffers)
+    tensor, *others = tensors.unpack((meta, *aliases), buffers)
     before = [part.tolist() for part in indices_of(tensor)]
     for other in others:
         other.fill_(2**40)
@@ -940,7 +993,7 @@ def test_fuzz_descriptions(metas, buffers):
 def check_rebuild(body, buffers):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        rebuilt = values.tensors_of(body, buffers)
+        rebuilt = tensors.unpack(body.tensors, buffers)
     except TelegradError:
         rebuilt = []
     for tensor in rebuilt:
@@ -960,15 +1013,14 @@ def corpus():
     return [base, base.t(), base[1], base.bfloat16(), base.to_sparse(), *quantised, *compressed]
 
 
-PARCELS = [
-    codec.encode(Reply(1, values.pack(value, values.Route(1), codec.encode).body)) for value in [*corpus(), corpus()]
-]
+PACKED_VALUES = [codec.encode(Reply(1, values.pack(value, values.Route(1)).body)) for value in [*corpus(), corpus()]]
 
 
 @quiet_quantised
 @quiet_sparse
 @given(
-    st.sampled_from(PARCELS), st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 255)), min_size=1, max_size=4)
+    st.sampled_from(PACKED_VALUES),
+    st.lists(st.tuples(st.integers(0, 5_000), st.integers(0, 255)), min_size=1, max_size=4),
 )
 @settings(max_examples=FUZZ_EXAMPLES)
 def test_fuzz_mutated_tensors(header, edits):

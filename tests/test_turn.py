@@ -42,17 +42,17 @@ def a_pass(came: Iterable[int] = ()) -> Pass:
     return this
 
 
-def a_letter(counted: bool = True, lane: Any = None) -> GradientBatch:
-    return GradientBatch(counted, Bundle(Route(LEFT), lane))
+def a_letter(counted: bool = True, to_segment: Any = None) -> GradientBatch:
+    return GradientBatch(counted, Bundle(Route(LEFT), to_segment))
 
 
 def sent(letter: GradientBatch, neighbours: Neighbours | None = None) -> tuple[Gradients, list[Tensor]]:
     """What the other side reads: the note, and the tensors that came with it."""
-    parcel = letter.bundle.parcel()
-    header = codec.encode(Note(1, 1, letter.payload(a_pass()), (), parcel.body))
+    packed = letter.bundle.packed()
+    header = codec.encode(Note(1, 1, letter.payload(a_pass()), (), packed.body))
     reader = FrameReader(codec.decode, codec.stream_sizes, lambda size: np.empty(size, np.uint8))
     ((note, streamed),) = feed(
-        reader, b"".join([prefix(len(header), sum(map(len, parcel.stream))), header, *parcel.stream])
+        reader, b"".join([prefix(len(header), sum(map(len, packed.stream))), header, *packed.stream])
     )
     borrowed = neighbours.borrow(note.body) if neighbours is not None else ()
     return note.payload, receive(note.body, streamed, borrowed=borrowed)[0]
@@ -206,14 +206,14 @@ def test_a_gradient_that_goes_beside_the_header_does_not_wait() -> None:
     assert_same(opened(letter), {1: {0: full(1, FLOATS_INLINE)}, 2: {0: full(2, FLOATS_INLINE + 1)}, 3: {0: full(3)}})
 
 
-def test_a_gradient_that_goes_by_the_lane_does_not_wait() -> None:
+def test_a_gradient_that_goes_through_shared_memory_does_not_wait() -> None:
     neighbours = Neighbours(limit=INLINE_LIMIT + 1)
-    letter = a_letter(lane=neighbours.lane)
+    letter = a_letter(to_segment=neighbours.to_segment)
     letter.add(1, {0: full(1, FLOATS_INLINE)})
     assert letter.may_grow
     letter.add(2, {0: None, 1: full(2, 2 * FLOATS_INLINE)})
     assert not letter.may_grow
-    assert len(neighbours.shelf._segments) == 1
+    assert len(neighbours.pool._segments) == 1
     payload, tensors = sent(letter, neighbours)
     assert_same(
         unpack(payload.messages, tensors), {1: {0: full(1, FLOATS_INLINE)}, 2: {0: None, 1: full(2, 2 * FLOATS_INLINE)}}

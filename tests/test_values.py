@@ -26,9 +26,10 @@ from msgspec.msgpack import Ext
 
 from telegrad._ids import GlobalId
 from telegrad._wire import codec, values
-from telegrad._wire.messages import Body, InPeer, Node, Reply, RRefFork, TensorMeta, Tree
+from telegrad._wire.messages import Body, InSegment, Node, Reply, RRefFork, TensorMeta, Tree
 from telegrad._wire.tensors import INLINE_BUDGET, INLINE_LIMIT
-from telegrad._wire.values import EMPTY_PARCEL, Bundle, Route, pack, unpack
+from telegrad._wire.tensors import unpack as unpack_tensors
+from telegrad._wire.values import PACKED_NONE, Bundle, Route, pack, unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip
 
@@ -138,7 +139,7 @@ PLAIN = [
 @pytest.mark.parametrize("value", PLAIN, ids=repr)
 def test_plain_data_need_no_pickle(value):
     done = trip(value, allow_pickle=False)
-    assert done.parcel.body.pickle == -1
+    assert done.packed.body.pickle == -1
     assert same(done.value, value)
 
 
@@ -197,11 +198,18 @@ def test_numbers_longer_than_python_prints():
     assert trip(1 << 100_000).value == 1 << 100_000
 
 
+def test_a_tree_is_encoded_once():
+    """When the value is packed; encoding the message copies the bytes."""
+    packed = pack({"key": [1, 2, (3, "text")]}, Route(1))
+    assert type(packed.body.tree) is msgspec.Raw
+    assert bytes(packed.body.tree) in codec.encode(Reply(1, packed.body))
+
+
 def test_plain_data_larger_than_a_header_go_beside_it(monkeypatch):
     monkeypatch.setattr(values, "MAX_HEADER", 100_000)
     value = {"blob": bytes(200_000), "tensor": torch.ones(3)}
     done = trip(value)
-    assert len(codec.encode(Reply(1, done.parcel.body))) < 10_000
+    assert len(codec.encode(Reply(1, done.packed.body))) < 10_000
     assert done.value["blob"] == value["blob"]
     with pytest.raises(SerializationError):
         trip(value, allow_pickle=False)
@@ -336,9 +344,9 @@ def test_a_nest_without_end_is_refused():
     ],
     ids=lambda array: f"{array.dtype}{array.shape}",
 )
-@pytest.mark.parametrize("lane_limit", [None, 20_000], ids=["socket", "lane"])
-def test_arrays(array, lane_limit):
-    got = trip(array, lane_limit).value
+@pytest.mark.parametrize("shared_from", [None, 20_000], ids=["socket", "shared memory"])
+def test_arrays(array, shared_from):
+    got = trip(array, shared_from).value
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
     assert np.array_equal(got, array)
     assert got.flags.writeable
@@ -347,31 +355,31 @@ def test_arrays(array, lane_limit):
 def test_big_arrays_are_not_copied_into_the_pickle():
     array = np.arange(100_000)
     done = trip({"array": array, "same": array})
-    assert len(done.parcel.body.pickle_buffers) == 1
-    assert len(done.parcel.stream) == 1
-    assert np.shares_memory(np.frombuffer(done.parcel.stream[0], np.uint8), array)
+    assert len(done.packed.body.pickle_buffers) == 1
+    assert len(done.packed.stream) == 1
+    assert np.shares_memory(np.frombuffer(done.packed.stream[0], np.uint8), array)
     assert done.value["array"] is done.value["same"]
 
 
 @pytest.mark.parametrize("size", [5, 10_000])
-@pytest.mark.parametrize("lane_limit", [None, 20_000], ids=["socket", "lane"])
-def test_read_only_arrays_stay_read_only(size, lane_limit):
+@pytest.mark.parametrize("shared_from", [None, 20_000], ids=["socket", "shared memory"])
+def test_read_only_arrays_stay_read_only(size, shared_from):
     array = np.arange(size)
     array.flags.writeable = False
-    got = trip(array, lane_limit).value
+    got = trip(array, shared_from).value
     assert not got.flags.writeable
     assert np.array_equal(got, array)
 
 
-# --- the lane -------------------------------------------------------------------------------------------------------
+# --- shared memory --------------------------------------------------------------------------------------------------
 
 
-def test_all_big_buffers_of_a_pickle_go_by_the_lane():
+def test_all_big_buffers_of_a_pickle_go_through_shared_memory():
     value = Record("x" * 50_000, torch.arange(50_000.0)), np.arange(50_000), {"bytes": bytearray(range(250)) * 400}
-    done = trip(value, lane_limit=20_000)
+    done = trip(value, shared_from=20_000)
     assert done.pickled
-    assert done.ways == {"lane"}
-    assert [type(buffer) for buffer in done.parcel.body.buffers] == [InPeer] * len(done.parcel.segments)
+    assert done.ways == {"shared memory"}
+    assert [type(buffer) for buffer in done.packed.body.buffers] == [InSegment] * len(done.packed.segments)
     record, array, rest = done.value
     assert record.name == value[0].name
     assert torch.equal(record.tensor, value[0].tensor)
@@ -379,12 +387,12 @@ def test_all_big_buffers_of_a_pickle_go_by_the_lane():
     assert rest == value[2]
 
 
-def test_an_array_by_the_lane_is_a_snapshot():
+def test_an_array_through_shared_memory_is_a_snapshot():
     array = np.arange(50_000)
     neighbours = Neighbours(limit=20_000)
-    parcel = pack({"array": array}, Route(1), codec.encode, neighbours.lane)
+    packed = pack({"array": array}, Route(1), neighbours.to_segment)
     array[:] = 0
-    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    body = codec.decode(codec.encode(Reply(1, packed.body))).body
     got = receive(body, [], borrowed=neighbours.borrow(body))[1]["array"]
     assert np.array_equal(got, np.arange(50_000))
     got[:] = 7
@@ -399,10 +407,10 @@ def test_a_first_attempt_that_failed_leaves_no_segment_behind():
     """The tensor was laid out already when the next one turned out to need a pickle."""
     neighbours = Neighbours(limit=20_000)
     plain, other = torch.arange(50_000.0), torch.ones(3).as_subclass(Subclass)
-    parcel = pack([plain, other], Route(1), codec.encode, neighbours.lane)
-    assert parcel.body.pickle >= 0
-    assert len(parcel.segments) == len(neighbours.shelf._segments) == 1
-    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    packed = pack([plain, other], Route(1), neighbours.to_segment)
+    assert packed.body.pickle >= 0
+    assert len(packed.segments) == len(neighbours.pool._segments) == 1
+    body = codec.decode(codec.encode(Reply(1, packed.body))).body
     _, (tensor, subclass) = receive(body, [], borrowed=neighbours.borrow(body))
     assert torch.equal(tensor, plain)
     assert type(subclass) is Subclass
@@ -414,22 +422,22 @@ def test_a_value_that_cannot_be_sent_leaves_no_segment_behind(allow_pickle):
     for unsendable in (threading.Lock(), torch.ones(2).to_mkldnn()):
         value = [torch.arange(50_000.0), np.arange(50_000), unsendable]
         with pytest.raises(TelegradError):
-            pack(value, Route(1, allow_pickle), codec.encode, neighbours.lane)
+            pack(value, Route(1, allow_pickle), neighbours.to_segment)
     gc.collect()
-    assert len(neighbours.shelf._segments) == 0
+    assert len(neighbours.pool._segments) == 0
 
 
-def test_a_lane_that_is_full_in_the_middle_of_a_value():
+def test_shared_memory_that_is_full_in_the_middle_of_a_value():
     sent = [torch.full((20_000,), float(number)) for number in range(6)]
     neighbours = Neighbours(limit=20_000)
 
-    def lane(address, size):
-        return neighbours.lane(address, size) if len(neighbours.shelf._segments) < 3 else None
+    def to_segment(address, size):
+        return neighbours.to_segment(address, size) if len(neighbours.pool._segments) < 3 else None
 
-    parcel = pack(sent, Route(1), codec.encode, lane)
-    assert [type(buffer) for buffer in parcel.body.buffers] == [InPeer] * 3 + [int] * 3
-    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
-    streamed = [bytearray(memory) for memory in parcel.stream]
+    packed = pack(sent, Route(1), to_segment)
+    assert [type(buffer) for buffer in packed.body.buffers] == [InSegment] * 3 + [int] * 3
+    body = codec.decode(codec.encode(Reply(1, packed.body))).body
+    streamed = [bytearray(memory) for memory in packed.stream]
     _, got = receive(body, streamed, borrowed=neighbours.borrow(body))
     assert all(torch.equal(one, other) for one, other in zip(got, sent, strict=True))
 
@@ -437,8 +445,8 @@ def test_a_lane_that_is_full_in_the_middle_of_a_value():
 # --- bundles --------------------------------------------------------------------------------------------------------
 
 
-def bundle_of(*batches, lane=None, **route):
-    bundle = Bundle(Route(1, **route), lane)
+def bundle_of(*batches, to_segment=None, **route):
+    bundle = Bundle(Route(1, **route), to_segment)
     for batch in batches:
         bundle.add(batch)
     return bundle
@@ -446,9 +454,9 @@ def bundle_of(*batches, lane=None, **route):
 
 def opened(bundle, neighbours=None):
     """What the other side makes of a bundle."""
-    parcel = bundle.parcel()
-    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
-    streamed = [bytearray(memory) for memory in parcel.stream]
+    packed = bundle.packed()
+    body = codec.decode(codec.encode(Reply(1, packed.body))).body
+    streamed = [bytearray(memory) for memory in packed.stream]
     tensors, value = receive(body, streamed, borrowed=neighbours.borrow(body) if neighbours else ())
     assert len(value) == len(tensors)
     assert all(one is other for one, other in zip(value, tensors, strict=True))
@@ -479,37 +487,37 @@ SMALL, BIG = 3, INLINE_LIMIT  # floats
     ],
     ids=repr,
 )
-@pytest.mark.parametrize("lane", [False, True], ids=["socket", "lane"])
-def test_a_bundle_opens_as_what_was_added_in_that_order(sizes, lane):
-    neighbours = Neighbours(limit=INLINE_LIMIT + 1) if lane else None
+@pytest.mark.parametrize("shared", [False, True], ids=["socket", "shared memory"])
+def test_a_bundle_opens_as_what_was_added_in_that_order(sizes, shared):
+    neighbours = Neighbours(limit=INLINE_LIMIT + 1) if shared else None
     numbers = iter(range(100))
     batches = [[filled(next(numbers), size) for size in batch] for batch in sizes]
-    bundle = bundle_of(*batches, lane=neighbours and neighbours.lane)
+    bundle = bundle_of(*batches, to_segment=neighbours and neighbours.to_segment)
     sent = [tensor for batch in batches for tensor in batch]
-    parcel = bundle.parcel()
-    assert [meta.buffer for meta in parcel.body.tensors] == list(range(len(sent))), "each add goes on counting"
-    ways = {size: {0: bytes, SMALL: bytes, BIG: InPeer if lane else int}[size] for size in (0, SMALL, BIG)}
-    assert [type(buffer) for buffer in parcel.body.buffers] == [ways[tensor.numel()] for tensor in sent]
+    packed = bundle.packed()
+    assert [meta.buffer for meta in packed.body.tensors] == list(range(len(sent))), "each add goes on counting"
+    ways = {size: {0: bytes, SMALL: bytes, BIG: InSegment if shared else int}[size] for size in (0, SMALL, BIG)}
+    assert [type(buffer) for buffer in packed.body.buffers] == [ways[tensor.numel()] for tensor in sent]
     got = opened(bundle, neighbours)
     assert len(got) == len(sent)
     assert all(map(is_same, got, sent))
 
 
 def test_a_bundle_needs_neither_a_tree_nor_a_pickle():
-    parcel = bundle_of([torch.ones(2)], [torch.ones(3)], allow_pickle=False).parcel()
-    assert parcel.body.tree is None
-    assert parcel.body.pickle == -1
+    packed = bundle_of([torch.ones(2)], [torch.ones(3)], allow_pickle=False).packed()
+    assert packed.body.tree is None
+    assert packed.body.pickle == -1
 
 
-def test_a_bundle_of_nothing_is_an_empty_parcel():
-    assert bundle_of().parcel() == bundle_of([]).parcel()
-    assert bundle_of().parcel().body == EMPTY_PARCEL.body
+def test_a_bundle_of_nothing_is_the_packed_none():
+    assert bundle_of().packed() == bundle_of([]).packed()
+    assert bundle_of().packed().body == PACKED_NONE.body
     assert bundle_of().is_small
 
 
 def test_what_a_bundle_has_can_be_asked_for_before_it_grows():
     bundle = bundle_of([filled(1, SMALL)])
-    first = bundle.parcel()
+    first = bundle.packed()
     bundle.add([filled(2, SMALL)])
     assert len(first.body.tensors) == len(first.body.buffers) == 1
     assert [tensor[0].item() for tensor in opened(bundle)] == [1.0, 2.0]
@@ -526,13 +534,13 @@ def test_a_bundle_is_small_while_all_of_it_goes_inside_the_header():
     assert not bundle.is_small
 
 
-def test_a_bundle_by_the_lane_is_not_small():
+def test_a_bundle_through_shared_memory_is_not_small():
     neighbours = Neighbours(limit=20_000)
-    bundle = bundle_of([filled(1, SMALL)], lane=neighbours.lane)
+    bundle = bundle_of([filled(1, SMALL)], to_segment=neighbours.to_segment)
     assert bundle.is_small
     bundle.add([filled(2, 20_000)])
     assert not bundle.is_small
-    assert bundle.parcel().stream == []
+    assert bundle.packed().stream == []
 
 
 def test_very_many_small_tensors_do_not_make_a_small_bundle():
@@ -544,7 +552,7 @@ def test_very_many_small_tensors_do_not_make_a_small_bundle():
         assert bundle.is_small
     bundle.add([whole])
     assert not bundle.is_small
-    assert sum(len(buffer) for buffer in bundle.parcel().body.buffers if not isinstance(buffer, int)) == INLINE_BUDGET
+    assert sum(len(buffer) for buffer in bundle.packed().body.buffers if not isinstance(buffer, int)) == INLINE_BUDGET
 
 
 def test_a_bundle_has_what_a_small_tensor_was_when_it_was_added():
@@ -580,15 +588,15 @@ KINDS = {
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
 @given(st.lists(st.lists(st.sampled_from(sorted(KINDS)), max_size=4), max_size=5), st.booleans())
 @settings(max_examples=200)
-def test_any_tensors_in_any_number_of_adds(kinds, lane):
-    neighbours = Neighbours(limit=INLINE_LIMIT + 1) if lane else None
+def test_any_tensors_in_any_number_of_adds(kinds, shared):
+    neighbours = Neighbours(limit=INLINE_LIMIT + 1) if shared else None
     numbers = iter(range(100))
     batches = [[KINDS[kind](next(numbers)) for kind in batch] for batch in kinds]
     sent = [tensor for batch in batches for tensor in batch]
-    bundle = bundle_of(*batches, lane=neighbours and neighbours.lane)
+    bundle = bundle_of(*batches, to_segment=neighbours and neighbours.to_segment)
     assert bundle.is_small == ("big" not in [kind for batch in kinds for kind in batch])
     if not sent:
-        assert bundle.parcel().body == Body()
+        assert bundle.packed().body == Body()
         return
     got = opened(bundle, neighbours)
     assert len(got) == len(sent)
@@ -624,19 +632,19 @@ def test_the_interceptor_sees_each_add_and_the_first_word_counts():
         return next(words)
 
     bundle = bundle_of([filled(1, SMALL)], outgoing=outgoing)
-    assert bundle.parcel().body.extra is None
+    assert bundle.packed().body.extra is None
     bundle.add([filled(2, SMALL), filled(3, SMALL)])
-    assert bundle.parcel().body.extra == [1, "word"]
+    assert bundle.packed().body.extra == [1, "word"]
     bundle.add([filled(4, SMALL)])
     bundle.add([filled(5, SMALL)])
     assert seen == [(1, [1.0]), (1, [2.0, 3.0]), (1, [4.0]), (1, [5.0])]
-    assert bundle.parcel().body.extra == [1, "word"]
+    assert bundle.packed().body.extra == [1, "word"]
 
 
 def test_the_interceptor_does_not_see_a_bundle_that_is_not_recorded():
     bundle = Bundle(Route(1, outgoing=lambda to, tensors: pytest.fail("it was asked")), recorded=False)
     bundle.add([filled(1, SMALL)])
-    assert bundle.parcel().body.extra is None
+    assert bundle.packed().body.extra is None
 
 
 # --- functions ------------------------------------------------------------------------------------------------------
@@ -687,9 +695,9 @@ def test_a_function_of_the_same_main_program_goes_by_name(main_function):
 
 
 def test_a_function_of_another_main_program_goes_by_value(main_function, monkeypatch):
-    parcel = pack([main_function], Route(1, same_main=False), codec.encode)
+    packed = pack([main_function], Route(1, same_main=False))
     monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
-    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    body = codec.decode(codec.encode(Reply(1, packed.body))).body
     assert receive(body, [])[1][0](1) == 2
 
 
@@ -699,9 +707,9 @@ def test_a_function_of_another_main_program_is_refused_without_cloudpickle(main_
 
 
 def test_a_function_that_the_receiver_does_not_have(main_function, monkeypatch):
-    parcel = pack([main_function], Route(1), codec.encode)
+    packed = pack([main_function], Route(1))
     monkeypatch.setitem(sys.modules, "__main__", type(sys)("__main__"))
-    body = codec.decode(codec.encode(Reply(1, parcel.body))).body
+    body = codec.decode(codec.encode(Reply(1, packed.body))).body
     with pytest.raises(SerializationError, match="cannot import 'job' from module '__main__'"):
         receive(body, [])
 
@@ -738,7 +746,7 @@ def test_an_object_that_cannot_be_rebuilt():
 
 
 def test_a_pickle_that_was_cut():
-    body = pack(Point(1, 2), Route(1), codec.encode).body
+    body = pack(Point(1, 2), Route(1)).body
     with pytest.raises(SerializationError, match="cannot rebuild"):
         unpack(body, [bytearray(body.buffers[0][:-5])], (), (), True)
 
@@ -786,7 +794,7 @@ def test_references_ride_beside_the_value(wrap):
 def test_a_value_that_cannot_be_sent_shares_no_reference(bad):
     sent = Shared(5)
     with pytest.raises(SerializationError):
-        pack([sent, bad], Route(1, allow_cloudpickle=False), codec.encode)
+        pack([sent, bad], Route(1, allow_cloudpickle=False))
     assert sent.shared_with == []
 
 
@@ -798,7 +806,7 @@ def test_a_tensor_without_a_device_map_shares_no_reference():
 
     route = Route(1, outgoing=lambda to, tensors: refuse(to))
     with pytest.raises(UsageError, match="no map"):
-        pack([sent, torch.ones(2)], route, codec.encode)
+        pack([sent, torch.ones(2)], route)
     assert sent.shared_with == []
 
 
@@ -810,12 +818,12 @@ def test_the_interceptor_sees_the_tensors(wrap):
     seen = []
     tensors = [torch.ones(2), torch.zeros(3)]
     route = Route(1, outgoing=lambda to, found: seen.append((to, found)) or [7, "extra"])
-    body = pack(wrap(tensors), route, codec.encode).body
+    body = pack(wrap(tensors), route).body
     ((to, found),) = seen
     assert to == 1
     assert all(map(torch.equal, found, tensors))
     assert body.extra == [7, "extra"]
-    assert pack([1, 2], route, codec.encode).body.extra == [7, "extra"]
+    assert pack([1, 2], route).body.extra == [7, "extra"]
     assert seen[1:] == [(1, [])], "it sees every body, also one without tensors"
 
 
@@ -860,9 +868,9 @@ def test_without_pickle_tensors_go_out():
 
 
 def test_without_pickle_no_pickle_comes_in():
-    parcel = pack(Point(1, 2), Route(1), codec.encode)
+    packed = pack(Point(1, 2), Route(1))
     with pytest.raises(SerializationError, match=r"takes none \(allow_pickle=False\)"):
-        receive(parcel.body, [], allow_pickle=False)
+        receive(packed.body, [], allow_pickle=False)
 
 
 # --- malformed trees ------------------------------------------------------------------------------------------------
@@ -1081,7 +1089,7 @@ def take_in(body, streamed=()):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
         buffers = codec.complete(body, list(streamed), [])
-        tensors = values.tensors_of(body, buffers)
+        tensors = unpack_tensors(body.tensors, buffers)
         values.unpack(body, buffers, (), tensors, False)
     except TelegradError:
         pass
@@ -1118,10 +1126,10 @@ def test_fuzz_trees(canary, tree, index, pickle_buffers, with_tensor):
 
 
 @functools.cache
-def parcels(pickled):
+def packed_values(pickled):
     """Marshal of plain data, and one that holds the canary where a pickle belongs."""
     parts = [[1, {"a": (2.5, None), "b": {1, 2}}], [torch.ones(2), torch.ones(3, 4).t(), slice(1, 2)], list(PLAIN)]
-    bodies = [pack(part, Route(1), codec.encode).body for part in parts]
+    bodies = [pack(part, Route(1)).body for part in parts]
     bodies.append(Body(None, 0, (), (pickled,)))
     bodies.append(Body(Node(0, [Ext(0, pickled)]), -1, (0,), (pickled, 5)))
     return [codec.encode(Reply(1, body)) for body in bodies]
@@ -1134,7 +1142,7 @@ def parcels(pickled):
 )
 @settings(max_examples=FUZZ_EXAMPLES)
 def test_fuzz_mutated_bodies(canary, which, edits, streamed):
-    data = bytearray(parcels(canary)[which])
+    data = bytearray(packed_values(canary)[which])
     for position, byte in edits:
         data[position % len(data)] = byte
     try:

@@ -13,8 +13,9 @@ from torch import Tensor
 from telegrad._transport.shared_memory import PeerSegments, Segment, SegmentPool
 from telegrad._wire import codec, values
 from telegrad._wire.frames import FrameReader, prefix
-from telegrad._wire.messages import Body, InPeer, Reply
-from telegrad._wire.values import Parcel, Route
+from telegrad._wire.messages import Body, InSegment, Reply
+from telegrad._wire.tensors import unpack as unpack_tensors
+from telegrad._wire.values import PackedValue, Route
 
 #: How many examples a fuzz test runs; `make fuzz` asks for many.
 FUZZ_EXAMPLES = int(os.environ.get("TELEGRAD_FUZZ_EXAMPLES", "300"))
@@ -24,35 +25,35 @@ FUZZ_EXAMPLES = int(os.environ.get("TELEGRAD_FUZZ_EXAMPLES", "300"))
 class Trip:
     """What was sent, and what came out."""
 
-    parcel: Parcel
+    packed: PackedValue
     body: Body  # as the receiver read it
     tensors: list[Tensor]
     value: Any
 
     @property
     def pickled(self) -> bool:
-        return self.parcel.body.pickle >= 0
+        return self.packed.body.pickle >= 0
 
     @property
     def bytes_sent(self) -> int:
         """The sizes of all buffers, whichever way they went."""
-        return sum(size_of(buffer) for buffer in self.parcel.body.buffers)
+        return sum(size_of(buffer) for buffer in self.packed.body.buffers)
 
     @property
     def ways(self) -> set[str]:
-        names = {int: "stream", InPeer: "lane"}
-        return {names.get(type(buffer), "inline") for buffer in self.parcel.body.buffers}
+        names = {int: "stream", InSegment: "shared memory"}
+        return {names.get(type(buffer), "inline") for buffer in self.packed.body.buffers}
 
 
 def size_of(buffer: Any) -> int:
     if isinstance(buffer, int):
         return buffer
-    return buffer.size if isinstance(buffer, InPeer) else len(buffer)
+    return buffer.size if isinstance(buffer, InSegment) else len(buffer)
 
 
-def frame_of(parcel: Parcel) -> bytes:
-    header = codec.encode(Reply(1, parcel.body))
-    return b"".join([prefix(len(header), sum(map(len, parcel.stream))), header, *parcel.stream])
+def frame_of(packed: PackedValue) -> bytes:
+    header = codec.encode(Reply(1, packed.body))
+    return b"".join([prefix(len(header), sum(map(len, packed.stream))), header, *packed.stream])
 
 
 def feed(reader: FrameReader, data: bytes, at_most: int = 1 << 30) -> list[Any]:
@@ -69,37 +70,37 @@ def feed(reader: FrameReader, data: bytes, at_most: int = 1 << 30) -> list[Any]:
 
 
 class Neighbours:
-    """A sender and a receiver in one process, and the lane between them for buffers from a limit on."""
+    """A sender and a receiver in one process, which share memory for buffers from a limit on."""
 
     def __init__(self, limit: int) -> None:
-        word = secrets.token_bytes(32)
+        token = secrets.token_bytes(32)
         self.limit = limit
-        self.shelf = SegmentPool(word)
-        self.window = PeerSegments(os.getpid(), word)
+        self.pool = SegmentPool(token)
+        self.peer_segments = PeerSegments(os.getpid(), token)
 
-    def lane(self, address: int, size: int) -> Segment | None:
-        return self.shelf.put(address, size) if size >= self.limit else None
+    def to_segment(self, address: int, size: int) -> Segment | None:
+        return self.pool.put(address, size) if size >= self.limit else None
 
     def borrow(self, body: Body) -> list[Any]:
         """What of a body lies in segments, as the receiver sees it."""
-        shared = [buffer for buffer in body.buffers if isinstance(buffer, InPeer)]
-        return [self.window.view(buffer.segment, buffer.fd, buffer.size) for buffer in shared]
+        shared = [buffer for buffer in body.buffers if isinstance(buffer, InSegment)]
+        return [self.peer_segments.view(buffer.segment, buffer.fd, buffer.size) for buffer in shared]
 
 
 def receive(
     body: Body, streamed: list[Any], rrefs: Any = (), allow_pickle: bool = True, borrowed: Any = ()
 ) -> tuple[list[Tensor], Any]:
     buffers = codec.complete(body, streamed, list(borrowed))
-    tensors = values.tensors_of(body, buffers)
+    tensors = unpack_tensors(body.tensors, buffers)
     return tensors, values.unpack(body, buffers, rrefs, tensors, allow_pickle)
 
 
-def trip(value: Any, lane_limit: int | None = None, rrefs: Any = (), **route: Any) -> Trip:
-    """With a limit, bigger buffers go by a lane that ends with the trip; what came is the receiver's own."""
-    neighbours = Neighbours(lane_limit) if lane_limit is not None else None
-    parcel = values.pack(value, Route(1, **route), codec.encode, neighbours.lane if neighbours else None)
+def trip(value: Any, shared_from: int | None = None, rrefs: Any = (), **route: Any) -> Trip:
+    """``shared_from``: buffers of this size or more go through shared memory, whose pool ends with the trip."""
+    neighbours = Neighbours(shared_from) if shared_from is not None else None
+    packed = values.pack(value, Route(1, **route), neighbours.to_segment if neighbours else None)
     reader = FrameReader(codec.decode, codec.stream_sizes, lambda size: np.empty(size, np.uint8))
-    ((message, streamed),) = feed(reader, frame_of(parcel))
+    ((message, streamed),) = feed(reader, frame_of(packed))
     borrowed = neighbours.borrow(message.body) if neighbours else ()
     tensors, value = receive(message.body, streamed, rrefs, borrowed=borrowed)
-    return Trip(parcel, message.body, tensors, value)
+    return Trip(packed, message.body, tensors, value)

@@ -15,7 +15,7 @@ What it is made of; a module imports only what stands above it::
 
     errors, ids     the exception tree; the ids of workers, calls and references
     wire/           messages, and how they and the values in them become bytes
-    transport/      sockets, TLS, who may talk, receive memory, the same-host lane
+    transport/      sockets, TLS, who may talk, receive memory, memory shared within a host
     current         which worker the running code belongs to
     agent/          threads, links, calls: one worker's traffic, whatever it is about
     rref/           references to values on other workers

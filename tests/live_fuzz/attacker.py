@@ -74,8 +74,8 @@ class VictimProcess:
         self.allow_pickle = allow_pickle
         self.inbound, address = listen_unix()
         self._honest_door, honest_address = listen_unix()
-        word = base64.b64encode(proof.word).decode()
-        self._setup = Setup(HOSTILE, address, honest_address, os.getpid(), proof.fd, word, allow_pickle)
+        token = base64.b64encode(proof.token).decode()
+        self._setup = Setup(HOSTILE, address, honest_address, os.getpid(), proof.fd, token, allow_pickle)
         self.log = tempfile.NamedTemporaryFile("w+", prefix="live-fuzz-", suffix=".log")  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-m", f"{__package__}.victim"],
@@ -300,7 +300,7 @@ class Attacker:
         self._send(member.peer, False, connection, inputs)
 
     def _call(self, function: str, *args: Any) -> Input:
-        body = pack((*args, None), Route(VICTIM, allow_pickle=False), codec.encode).body
+        body = pack((*args, None), Route(VICTIM, allow_pickle=False)).body
         return Input(_frame(Call(next(self._numbers), function, body)))
 
     def _token_came(self, member: Member) -> None:

@@ -96,7 +96,7 @@ def _features(message: Any) -> frozenset[str]:
         "pickle": body.pickle >= 0,
         "inline": any(type(buffer) is bytearray for buffer in body.buffers),
         "streamed": any(type(buffer) is int for buffer in body.buffers),
-        "shared": any(type(buffer).__name__ == "InPeer" for buffer in body.buffers),
+        "shared": any(type(buffer).__name__ == "InSegment" for buffer in body.buffers),
         "composite": any(meta.parts for meta in body.tensors),
         "conjugate": any(meta.flags & 4 for meta in body.tensors),
         "rref": bool(body.rrefs),

@@ -50,15 +50,22 @@ class Setup:
     attacker: str  # where the attacker listens for what the victim dials
     honest: str  # where the honest worker does
     pid: int  # of both
-    lane_fd: int
-    lane_word: str  # base64
+    shared_memory_fd: int
+    shared_memory_token: str  # base64
     allow_pickle: bool
 
     def records(self) -> list[WorkerRecord]:
-        word = base64.b64decode(self.lane_word)
+        token = base64.b64decode(self.shared_memory_token)
         names = ["victim", "honest", *(f"hostile{number}" for number in range(self.hostile))]
         return [
-            WorkerRecord(number, name, self.pid, lane_fd=self.lane_fd, lane_word=word, allow_pickle=self.allow_pickle)
+            WorkerRecord(
+                number,
+                name,
+                self.pid,
+                shared_memory_fd=self.shared_memory_fd,
+                shared_memory_token=token,
+                allow_pickle=self.allow_pickle,
+            )
             for number, name in enumerate(names)
         ]
 
@@ -152,7 +159,7 @@ class Victim:
         self._gone[peer_id].clear()
         record = self._records[peer_id]
         self.agent.liveness.forget(peer_id)
-        self.agent.marshal._windows.pop(peer_id, None)
+        self.agent.marshal._peer_segments.pop(peer_id, None)
         self.worker.references._lost.discard(peer_id)
         self.worker.references.ledger._lost.discard(peer_id)  # type: ignore[arg-type]
         self.worker.autograd.registry._ended.pop(peer_id, None)

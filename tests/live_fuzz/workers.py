@@ -43,7 +43,14 @@ class RecordedJob:
         self._lock = threading.Lock()
         options = AgentOptions(allow_pickle=allow_pickle, timeout=20.0)
         records = [
-            WorkerRecord(number, name, os.getpid(), lane_fd=proof.fd, lane_word=proof.word, allow_pickle=allow_pickle)
+            WorkerRecord(
+                number,
+                name,
+                os.getpid(),
+                shared_memory_fd=proof.fd,
+                shared_memory_token=proof.token,
+                allow_pickle=allow_pickle,
+            )
             for number, name in enumerate(names)
         ]
         self._workers = {
@@ -93,7 +100,7 @@ class RecordedJob:
 
     def segments(self) -> list[Any]:
         """Shared memory that frames name; whoever sends them again must keep it."""
-        return [segment for worker in self._workers.values() for segment in worker.agent.marshal.shelf._segments]
+        return [segment for worker in self._workers.values() for segment in worker.agent.marshal.segments._segments]
 
     def shutdown(self) -> None:
         workers = list(self._workers.values())

@@ -10,7 +10,7 @@ import torch
 from programs import remote_functions
 from telegrad import rpc
 from telegrad._agent.marshal import Marshal
-from telegrad._wire import codec, values
+from telegrad._wire import values
 
 
 @rpc.export
@@ -83,8 +83,8 @@ class Trap:
 def pickle_anyway() -> None:
     """From now on this worker sends pickles to whom it must not."""
 
-    def pack(self: Marshal, peer: Any, link: Any, value: Any, answered: bool = False) -> values.Parcel:
-        return values.pack(value, values.Route(peer.id, allow_pickle=True), codec.encode, None)
+    def pack(self: Marshal, peer: Any, link: Any, value: Any, answered: bool = False) -> values.PackedValue:
+        return values.pack(value, values.Route(peer.id, allow_pickle=True), None)
 
     assert hasattr(Marshal, "pack")
     Marshal.pack = pack  # type: ignore[method-assign]

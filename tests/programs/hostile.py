@@ -15,7 +15,7 @@ from telegrad._transport.dial import dial
 from telegrad._transport.handshake import JOIN_NONCE, Identity
 from telegrad._wire import codec
 from telegrad._wire.frames import prefix
-from telegrad._wire.messages import Body, Call, InPeer, TensorMeta
+from telegrad._wire.messages import Body, Call, InSegment, TensorMeta
 from telegrad._wire.tree import TreeWriter
 from telegrad.errors import TelegradError
 from telegrad.rpc import api
@@ -52,15 +52,15 @@ def kept_double(tensor: torch.Tensor) -> float:
 def shared_memory_of_this_process() -> dict[str, Any]:
     """What another worker of the job can read in this worker's record, and guess of its descriptors."""
     worker = current_worker()
-    segments = [(segment.number, segment.fd, segment.size) for segment in worker.agent.marshal.shelf._segments]
+    segments = [(segment.number, segment.fd, segment.size) for segment in worker.agent.marshal.segments._segments]
     me = worker.agent.me
-    return {"pid": me.pid, "fd": me.lane_fd, "word": me.lane_word, "segments": segments}
+    return {"pid": me.pid, "fd": me.shared_memory_fd, "token": me.shared_memory_token, "segments": segments}
 
 
 def shares_memory_with(other: str) -> bool:
     rpc.rpc_sync(other, touched_by)
     link = current_worker().agent.peer(other).link
-    return link is not None and link.lane_open
+    return link is not None and link.shares_memory
 
 
 def listening_addresses() -> list[str]:
@@ -75,7 +75,7 @@ def claim_the_memory_of(other: dict[str, Any]) -> None:
     class Forged(api.Proof):
         def __init__(self) -> None:
             super().__init__()
-            self.pid, self.fd, self.word = other["pid"], other["fd"], other["word"]
+            self.pid, self.fd, self.token = other["pid"], other["fd"], other["token"]
 
     api.Proof = Forged  # type: ignore[misc]
 
@@ -85,7 +85,9 @@ def name_foreign_memory(victim: str, segment: tuple[int, int, int]) -> tuple[str
     agent = current_worker().agent
     number, fd, size = segment
     floats = TensorMeta(dtype_code(), (1000,), 0)
-    body = Body(tree=TreeWriter().write((torch.zeros(1), None)), buffers=(InPeer(number, fd, size),), tensors=(floats,))
+    body = Body(
+        tree=TreeWriter().write((torch.zeros(1), None)), buffers=(InSegment(number, fd, size),), tensors=(floats,)
+    )
     peer = agent.peer(victim)
     call = agent.start_call(peer, "attack", 10.0, lambda i, _: Call(i, "programs.hostile:kept_double", body))
     try:

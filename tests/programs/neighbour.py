@@ -1,4 +1,4 @@
-"""Another process of this host with a shelf, for ``test_lane.py``: obeys one line after the other."""
+"""Another process of this host with a pool, for ``test_shared_memory.py``: obeys one line after the other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from telegrad._transport.shared_memory import Proof, Segment, SegmentPool, can_r
 NOBODY = 65534
 
 proof = Proof()
-shelf = SegmentPool(proof.word)
+pool = SegmentPool(proof.token)
 segments: dict[int, Segment] = {}
 others: list[int] = []  # descriptors that took a segment's number
 
@@ -26,7 +26,7 @@ def pattern(seed: int, size: int) -> np.ndarray:
 
 def put(seed: int, size: int) -> str:
     source = pattern(seed, size)
-    segment = shelf.put(source.ctypes.data, size)
+    segment = pool.put(source.ctypes.data, size)
     assert segment is not None
     segments[segment.number] = segment
     return f"{segment.number} {segment.fd}"
@@ -39,7 +39,7 @@ def drop(number: int) -> str:
 
 
 def take_back(number: int) -> str:
-    shelf.take_back(segments.pop(number))
+    pool.take_back(segments.pop(number))
     return "done"
 
 
@@ -54,15 +54,15 @@ def replace(number: int) -> str:
     return "done"
 
 
-def sees(pid: int, fd: int, word: str) -> str:
-    return str(can_read(pid, fd, bytes.fromhex(word)))
+def sees(pid: int, fd: int, token: str) -> str:
+    return str(can_read(pid, fd, bytes.fromhex(token)))
 
 
-def sees_as_nobody(pid: int, fd: int, word: str) -> str:
+def sees_as_nobody(pid: int, fd: int, token: str) -> str:
     """What a process of another user sees."""
     os.seteuid(NOBODY)
     try:
-        return sees(pid, fd, word)
+        return sees(pid, fd, token)
     finally:
         os.seteuid(0)
 
@@ -71,7 +71,7 @@ ORDERS = {order.__name__: order for order in (put, drop, take_back, replace, see
 
 
 def main() -> None:
-    print(proof.fd, proof.word.hex(), flush=True)
+    print(proof.fd, proof.token.hex(), flush=True)
     for line in sys.stdin:
         name, *arguments = line.split()
         print(ORDERS[name](*map(_argument, arguments)), flush=True)

@@ -252,11 +252,11 @@ def unlucky(to: str) -> tuple[str, int, str]:
 
 
 def send_around(to: str, size: int) -> tuple[bool, int]:
-    """A tensor goes there and back; whether it is the same, and how many links have an open lane."""
+    """A tensor goes there and back; whether it is the same, and how many links may use shared memory."""
     tensor = torch.randint(0, 256, (size,), dtype=torch.uint8)
     back = rpc.rpc_sync(to, echo, args=(tensor,))
-    open_lanes = sum(link.lane_open for peer in current_worker().agent.peers for link in peer.links)
-    return torch.equal(tensor, back), open_lanes
+    links_with_memory = sum(link.shares_memory for peer in current_worker().agent.peers for link in peer.links)
+    return torch.equal(tensor, back), links_with_memory
 
 
 def keep_replies(to: str, size: int, count: int) -> bool:
@@ -294,15 +294,15 @@ def double_arrays(to: str) -> bool:
     return all(fine) and np.array_equal(mixed["array"], big) and mixed["set"] == {1, 2}
 
 
-def close_lanes() -> None:
-    """Publishes a word that nobody finds behind this process's descriptor, as on a host that forbids to look there."""
+def forbid_shared_memory() -> None:
+    """Publishes a token that nobody finds behind this process's descriptor, as on a host that forbids to look there."""
     from telegrad._transport.shared_memory import Proof
     from telegrad.rpc import api
 
     class Unreadable(Proof):
         def __init__(self) -> None:
             super().__init__()
-            self.word = bytes(32)
+            self.token = bytes(32)
 
     api.Proof = Unreadable  # type: ignore[attr-defined]
 

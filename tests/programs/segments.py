@@ -1,4 +1,4 @@
-"""What tests of the same-host lane let worker processes do; see ``test_segments.py``."""
+"""What tests of shared memory let worker processes do; see ``test_segments.py``."""
 
 from __future__ import annotations
 
@@ -49,21 +49,21 @@ def hand_out_state() -> torch.Tensor:
 # --- done by the one who is told to ---------------------------------------------------------------------------------
 
 
-def lanes_open(*names: str) -> bool:
-    """Whether this worker's calls to these workers may use the lane; the first call dials and opens it."""
+def memory_is_shared(*names: str) -> bool:
+    """Whether this worker's calls to these workers may use shared memory; the first call dials."""
     for name in names:
         rpc.rpc_sync(name, nothing)
     links = [current_worker().agent.peer(name).link for name in names]
-    return all(link is not None and link.lane_open for link in links)
+    return all(link is not None and link.shares_memory for link in links)
 
 
-def shelf() -> dict[str, int]:
+def segment_counts() -> dict[str, int]:
     """How many segments this worker has, how many of them are out, and how many bytes of the others wait."""
     gc.collect()
     worker = current_worker()
     out = sum(len(link.held) for peer in worker.agent.peers for link in peer.links)
-    one = worker.agent.marshal.shelf
-    return {"segments": len(one._segments), "out": out, "idle": one._idle.bytes}
+    pool = worker.agent.marshal.segments
+    return {"segments": len(pool._segments), "out": out, "idle": pool._idle.bytes}
 
 
 def borrowed() -> int:
@@ -178,7 +178,7 @@ def trade(world_size: int, seconds: float, seed: int) -> dict[str, int]:
     dice = random.Random(seed)
     names = [f"worker{rank}" for rank in range(world_size)]
     others = [name for name in names if name != rpc.get_worker_info().name]
-    while not lanes_open(*others):
+    while not memory_is_shared(*others):
         time.sleep(0.01)
     mine: list[tuple[torch.Tensor, int]] = []
     done = {"sent": 0, "kept": 0}
@@ -187,7 +187,7 @@ def trade(world_size: int, seconds: float, seed: int) -> dict[str, int]:
         size, value = dice.randrange(40_000, 3_000_000), dice.randrange(256)
         tensor = filled(size, value)
         future = rpc.rpc_async(dice.choice(names), echo, args=(tensor,))
-        if size >= shared_memory.LANE_LIMIT:
+        if size >= shared_memory.SHARED_FROM:
             tensor.fill_(255 - value)
         back = future.wait()
         assert first_of(back) == value

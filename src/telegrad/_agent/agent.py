@@ -84,7 +84,11 @@ class Agent:
         self.wait = self.calls.wait
         self.give_up = self.calls.give_up
         self.start_call = self.calls.start
-        for kind, act in ((SegmentReleased, self._segment_released), (MemoryReadable, self._memory_readable), (Goodbye, self._peer_left)):
+        for kind, act in (
+            (SegmentReleased, self._segment_released),
+            (MemoryReadable, self._memory_readable),
+            (Goodbye, self._peer_left),
+        ):
             self.on_request(kind, act, How.QUICK)
         for answer in (Reply, Failure):
             self.on_request(answer, self.calls.discard, How.ANSWER)
@@ -221,7 +225,9 @@ class Agent:
             return
         self.liveness.adopt(link)
         record = peer.record
-        if link.pid is not None and shared_memory.can_read(link.pid, record.shared_memory_fd, record.shared_memory_token):
+        if link.pid is not None and shared_memory.can_read(
+            link.pid, record.shared_memory_fd, record.shared_memory_token
+        ):
             link.send(MemoryReadable())
         self.plane.start_reading(link)
 

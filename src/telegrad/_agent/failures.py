@@ -11,7 +11,7 @@ from telegrad._text import printable, printable_lines
 from telegrad._transport.refusals import RefusalLog
 from telegrad._wire.callables import exception_type
 from telegrad._wire.messages import Failure
-from telegrad._wire.values import EMPTY_PARCEL, Parcel
+from telegrad._wire.values import PACKED_NONE, PackedValue
 from telegrad.errors import RemoteError, TelegradError
 
 log = logging.getLogger("telegrad.agent")
@@ -25,16 +25,16 @@ _TOLD = "_telegrad_text"
 
 
 def failure_of(
-    error: BaseException, call_id: int, worker: str, pack: Callable[[Any], Parcel], tells_where: bool = True
-) -> tuple[Failure, Parcel]:
+    error: BaseException, call_id: int, worker: str, pack: Callable[[Any], PackedValue], tells_where: bool = True
+) -> tuple[Failure, PackedValue]:
     """The message that carries an exception to the caller, and the memory that goes with it.
 
     ``tells_where``: with its traceback, which shows lines of the program.
     """
     try:
-        parcel = pack((_args_of(error), _attributes_of(error, tells_where)))
+        packed = pack((_args_of(error), _attributes_of(error, tells_where)))
     except BaseException:
-        parcel = EMPTY_PARCEL  # its type and text still go
+        packed = PACKED_NONE  # its type and text still go
     try:
         text = str(error)
     except Exception:
@@ -49,9 +49,9 @@ def failure_of(
         reason = f"{kind.__name__}: {text.partition(chr(10))[0]}" if refused else story_of(error)
         _failed_calls.write(f"worker {worker!r}: a call from another worker failed: {printable_lines(_clean(reason))}")
     failure = Failure(
-        call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story), parcel.body
+        call_id, worker, f"{kind.__module__}:{kind.__qualname__}", _clean(text), _clean(story), packed.body
     )
-    return failure, parcel
+    return failure, packed
 
 
 def _attributes_of(error: BaseException, tells_where: bool) -> dict[str, Any]:

@@ -24,8 +24,8 @@ class WorkerRecord(msgspec.Struct, frozen=True, array_like=True):
     pid: int = 0
     host: str = ""  # equal on two workers that share a kernel, a network namespace and a namespace of processes
     addresses: tuple[Address, ...] = ()
-    lane_fd: int = -1
-    lane_word: bytes = b""
+    shared_memory_fd: int = -1
+    shared_memory_token: bytes = b""
     main: str = ""  # the program that runs as __main__
     allow_pickle: bool = True
     world_size: int = 0  # how many workers it expects; 0: any number

@@ -1,6 +1,6 @@
-"""One connection on its way in or out: first TLS, if there is any, then the handshake.
+"""Authenticates one connection, incoming or outgoing: TLS first (on TCP), then the handshake.
 
-Nothing here blocks.  The listener calls ``advance`` when its selector says so, and ``dial`` in a loop of its own.
+Nothing here blocks.  The listener calls ``advance`` when its selector reports bytes; ``dial`` calls it in a loop.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["Admission"]
 
 
 class Admission:
-    """Drives a connected socket until the peer has proved itself; then ``stream`` and ``peer`` are good to use.
+    """Drives a connected socket until the peer has authenticated; then ``stream`` and ``peer`` may be used.
 
-    (1) TLS, on TCP  (2) ``make_handshake`` looks at the peer's certificate or process and makes the machine of (3), now
-    that it is known what it is to be bound to  (3) the handshake.
+    (1) TLS, on TCP  (2) ``make_handshake`` checks the peer's certificate or process and returns the handshake, bound
+    to both certificates  (3) the handshake.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Admission:
 
     @property
     def phase(self) -> str:
-        """What a timeout should say was missing."""
+        """What the peer has not sent yet, for the text of a timeout."""
         if self._handshake is not None:
             return self._handshake.waits_for
         return "the TLS handshake" if self._tls else "its first bytes"
@@ -52,9 +52,9 @@ class Admission:
         return self._handshake.peer
 
     def advance(self) -> bool:
-        """Goes as far as the bytes that have come allow; True when the peer is known.
+        """Processes the bytes that have arrived; True when the peer has authenticated.
 
-        A ``TelegradError`` says why the peer is refused, an ``OSError`` that it went away; then close the stream.
+        Raises ``TelegradError`` if the peer is refused and ``OSError`` if it closed; the caller then closes the stream.
         """
         try:
             if self._handshake is None:
@@ -71,7 +71,7 @@ class Admission:
                 self.stream.send_now(self._handshake.feed(bytes(self._buffer[:size])))
         except BlockingIOError:
             return False
-        except ssl.SSLError as error:  # TLS 1.3: the server looks at our certificate after our own handshake is done
+        except ssl.SSLError as error:  # TLS 1.3: the server checks our certificate after our own handshake is done
             raise AuthenticationError(
                 f"the peer refused the TLS connection ({error.reason or error}): set the same TELEGRAD_SECRET, and the "
                 "same tls_ca if any, on every worker"
@@ -80,7 +80,7 @@ class Admission:
             with contextlib.suppress(OSError):
                 if self._handshake is not None:
                     self.stream.send_now(self._handshake.farewell)
-                self._raw.recv_into(self._buffer)  # with bytes unread, closing would destroy what we have just said
+                self._raw.recv_into(self._buffer)  # closing with unread bytes would discard the bytes just sent
             raise
         self.stream.trust()
         return True

@@ -1,4 +1,4 @@
-"""What the agent asks of a transport: a stream of bytes to one peer."""
+"""The interface of a connection: a stream of bytes to one peer."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ class Stream(Protocol):
     """A byte stream to one peer, written by one thread at a time and read by one thread at a time."""
 
     def fileno(self) -> int:
-        """The descriptor whose readability means that ``recv_into`` has something to say."""
+        """The descriptor to poll: when it is readable, call ``recv_into``."""
 
     def recv_into(self, buffer: memoryview) -> int:
-        """Reads without blocking.  ``BlockingIOError``: nothing there now.  0: the peer has closed."""
+        """Reads without blocking.  ``BlockingIOError``: no bytes now.  0: the peer has closed."""
 
     def send(
         self, buffers: Sequence[bytes | bytearray | memoryview], deadline: float = math.inf
     ) -> Sequence[memoryview]:
-        """Blocks until the kernel has all the bytes, or until the deadline; what it has not taken by then must be sent
+        """Blocks until the kernel has taken all bytes, or until the deadline.  Returns the rest, which must be sent
         before anything else.  ``OSError``: the peer is gone."""
 
     def watch_host(self, seconds: float) -> None:
-        """The connection should break when the peer's host does not respond for about that long."""
+        """Makes the connection break when the peer's host does not respond for about that long."""
 
     def host_is_silent(self, seconds: float) -> bool:
-        """Whether the peer's host has acknowledged nothing for that long, though there is data under way."""
+        """Whether the peer's host has acknowledged nothing for that long, although there is unacknowledged data."""
 
     def close(self) -> None:
         """Closes both directions and wakes a thread that is blocked in ``send``.  May be called twice."""
 
     def disown(self) -> None:
-        """In a forked child: gives up this process's descriptor, and leaves the connection to the parent."""
+        """In a forked child: closes this process's descriptor without shutting down the parent's connection."""

@@ -1,7 +1,7 @@
-"""Pooled receive memory.
+"""Pools of memory for received buffers.
 
-Copying 64 MB into memory just allocated runs at 0.2-1.5 GB/s, because the kernel has to fault in and clear each page;
-into memory used before it runs at 8 GB/s.  So memory that a received tensor leaves behind is kept for the next one.
+Copying 64 MB into newly allocated memory runs at 0.2-1.5 GB/s, because the kernel must fault in and clear each page;
+into memory used before it runs at 8 GB/s.  So the memory of a received tensor is kept for the next one.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from numpy.typing import NDArray
 Memory = NDArray[np.uint8]
 T = TypeVar("T")
 
-POOLED_FROM = 64 << 10
-_HUGE_FROM = 2 << 20
+POOLED_FROM = 64 << 10  # bytes from which a buffer comes from the pool
+_HUGE_FROM = 2 << 20  # bytes from which huge pages are requested
 
 
 class _Loan(weakref.ref[Memory], Generic[T]):
-    """Remembers what an array was made of, which itself cannot be a dictionary's key."""
+    """A weak reference to a lent array, with the memory behind it: arrays are not hashable."""
 
     __slots__ = ("behind",)
     behind: T
 
 
 class Loans(Generic[T]):
-    """Arrays that were handed out, each with what lies behind it; tells of those over which no tensor lives any more.
+    """Arrays that were lent, each with the memory behind it; reports those that no tensor uses any more.
 
-    What lies behind must not be an array: numpy would let views of a lent array refer to that one and not to the lent
-    array, which would then seem unused.
+    The memory behind must not be an array: views of a lent array would refer to that one and not to the lent array,
+    which would then seem unused.
     """
 
     def __init__(self) -> None:
         self._lent: dict[int, _Loan[T]] = {}
-        # The callback of a weak reference may run anywhere, even inside this class: it only appends.
-        self.back: deque[Any] = deque()  # what came back, and ``returned`` has yet to tell of
+        # The callback of a weak reference may run anywhere, even inside this class, so it only appends.
+        self.back: deque[Any] = deque()  # weak references whose array is gone, for ``returned``
 
     def add(self, memory: Memory, behind: T) -> None:
         loan: _Loan[T] = _Loan(memory, self.back.append)
@@ -49,7 +49,7 @@ class Loans(Generic[T]):
         self._lent[id(loan)] = loan
 
     def returned(self) -> Iterator[T]:
-        """What came back since the last time."""
+        """The memory behind arrays that are gone since the last call."""
         while True:
             try:
                 loan = self.back.popleft()
@@ -60,7 +60,7 @@ class Loans(Generic[T]):
                 yield known.behind
 
     def leave(self, which: Callable[[T], bool]) -> list[T]:
-        """Forgets some of those that are still out: they will not come back."""
+        """Stops tracking the chosen arrays that are still in use; returns the memory behind them."""
         chosen = [loan for loan in list(self._lent.values()) if which(loan.behind)]
         return [loan.behind for loan in chosen if self._lent.pop(id(loan), None) is not None]
 
@@ -69,14 +69,14 @@ class Loans(Generic[T]):
 
 
 class Idle(Generic[T]):
-    """Memory that nobody uses at the moment, by size class."""
+    """Unused memory, by size class."""
 
     def __init__(self, keep_bytes: int) -> None:
         self.bytes = 0
         self._keep_bytes = keep_bytes
         self._lock = threading.Lock()
         self._segments: dict[int, list[T]] = {}
-        self._spare: dict[int, int] = {}  # how many of a class were idle all the time since the last trim
+        self._spare: dict[int, int] = {}  # per class, how many were unused all the time since the last trim
 
     def take(self, size_class: int) -> T | None:
         with self._lock:
@@ -89,7 +89,7 @@ class Idle(Generic[T]):
             return segment
 
     def put(self, size_class: int, segment: T) -> bool:
-        """Keeps it for the next; False if there is enough already."""
+        """Keeps it for the next ``take``; False if ``keep_bytes`` would be exceeded."""
         with self._lock:
             if self.bytes + size_class > self._keep_bytes:
                 return False
@@ -98,8 +98,8 @@ class Idle(Generic[T]):
             return True
 
     def trim(self) -> None:
-        """Gives up what nobody asked for since the last trim."""
-        gone: list[T] = []  # freed when the lock is: unmapping takes long
+        """Frees what was unused all the time since the last trim."""
+        gone: list[T] = []  # freed after the lock is released: unmapping is slow
         with self._lock:
             for size_class, segments in list(self._segments.items()):
                 spare = self._spare.get(size_class, 0)
@@ -112,14 +112,14 @@ class Idle(Generic[T]):
 
 
 class BufferPool:
-    """Lends arrays of bytes; an array comes back by itself when the last tensor over it is gone."""
+    """Lends arrays of bytes; an array returns to the pool when the last tensor over it is gone."""
 
     def __init__(self, keep_bytes: int = 1 << 30) -> None:
         self._idle: Idle[mmap.mmap] = Idle(keep_bytes)
         self._loans: Loans[mmap.mmap] = Loans()
 
     def lend(self, size: int) -> Memory:
-        """An array of that many bytes, with whatever was in it before."""
+        """An array of that many bytes, not cleared."""
         if size < POOLED_FROM:
             return np.empty(size, np.uint8)
         self._collect()
@@ -149,6 +149,6 @@ def _new_segment(size: int) -> mmap.mmap:
 
 
 def size_class(size: int) -> int:
-    """The next of eight steps per power of two: at most an eighth is wasted, and a class is met again soon."""
+    """The size rounded up to one of eight steps per power of two: at most an eighth is wasted, and sizes recur."""
     step = max((1 << size.bit_length()) >> 4, 4096)
     return -(-size // step) * step

@@ -1,4 +1,4 @@
-"""Connects to a worker, and comes back with a stream on which both sides know each other."""
+"""Connects to a worker; returns a stream on which both sides have authenticated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOW
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a worker listens.  ``fingerprint``: of its TLS certificate, which every worker that uses TCP has."""
+    """Where a worker listens.  ``fingerprint``: that of its TLS certificate, for TCP."""
 
     kind: Literal["unix", "tcp"]
     host: str  # the name of the socket, for "unix"
@@ -47,14 +47,14 @@ def dial(
     check: Callable[[Credentials], None],
     tls: TlsEnd | None = None,
 ) -> Stream:
-    """Blocks until the worker at ``address`` has proved itself, for ``timeout`` seconds at most.
+    """Blocks until the worker at ``address`` has authenticated, for at most ``timeout`` seconds.
 
-    ``check`` raises ``AuthenticationError`` unless the process or the certificate at the other end is that of the
+    ``check`` raises ``AuthenticationError`` unless the process or the certificate at the other end is the one in the
     worker's record.  ``tls`` is needed for TCP.
 
-    Raises ``AuthenticationError`` or ``ProtocolError`` when the peer is not the worker that was dialled (do not try
-    again), ``HostUnreachableError`` when its host does not answer or there is no way to it, ``RpcTimeoutError`` when
-    the worker says too little in time, and any other ``OSError`` when it is not there or goes away.
+    Raises ``AuthenticationError`` or ``ProtocolError`` when the peer is not the worker that was dialled (do not
+    retry), ``HostUnreachableError`` when its host does not answer or has no route, ``RpcTimeoutError`` when the worker
+    does not complete the handshake in time, and other ``OSError``s when nothing listens or the peer closes.
     """
     deadline = time.monotonic() + timeout
     what = f"worker {expect.name!r} at {address}"
@@ -70,7 +70,7 @@ def dial(
             sock = connect_unix(address.host, timeout)
         else:
             sock = connect_tcp(address.host, address.port, timeout)
-    except TimeoutError as error:  # a Unix socket accepts nothing while its process is busy
+    except TimeoutError as error:  # a Unix socket with a full backlog: its process is busy
         kind = RpcTimeoutError if address.kind == "unix" else HostUnreachableError
         raise kind(f"{what}: no connection within {timeout:.1f} s") from error
     except OSError as error:

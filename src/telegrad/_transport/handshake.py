@@ -1,27 +1,27 @@
-"""Who may talk: both sides prove that they hold the job's secret before anything else of theirs is read.
+"""The handshake: both sides prove that they hold the job's secret before any other byte of theirs is processed.
 
-No socket, thread or clock lives here: bytes come in through ``feed``, and bytes to send come out.
+There are no sockets, threads or clocks here: ``feed`` takes the peer's bytes and returns bytes to send.
 
 ::
 
     client                                             server
-    (1) HELLO: nonce, whom it wants, who it is  ─────▶
+    (1) HELLO: nonce, server's id, own identity ─────▶
                                                 ◀─────  (2) CHALLENGE: nonce
     (3) PROOF: MAC over 1 and 2                 ─────▶
-                                                ◀─────  (4) WELCOME: MAC over 1, 2 and 3, who the server is
+                                                ◀─────  (4) WELCOME: MAC over 1, 2 and 3, own identity
     done: reads (4) and not a byte more                 done: sent (4)
 
 Every MAC is HMAC-SHA256 under a key made of secret and job, over the role, the *binding* (the fingerprints of both
-TLS certificates, empty without TLS) and every byte said so far.  So a MAC is worth nothing in another
-connection (two fresh nonces), sent back to its maker (the role), for another pair of workers (the identities), or
-through a machine in the middle with a certificate of its own (the binding).
+TLS certificates, empty without TLS) and every byte exchanged so far.  So a MAC is not valid in another connection (two
+fresh nonces), when reflected to its sender (the role), for another pair of workers (the identities), or through a man
+in the middle with a certificate of its own (the binding).
 
-**The client proves first.**  Whoever gets a MAC can try secrets against it at leisure.  A server stands open to the
-whole network, and a stranger gets nothing from it but random bytes; a client only talks to an address that it was
-given.  The server does not even say its name before it knows the client.
+**The client proves first.**  A peer that receives a MAC can test guesses of the secret against it offline.  A server is
+reachable from the whole network, so it sends only random bytes, and not its name, before the client has authenticated.
+A client connects only to an address that it was given.
 
-Each message begins with the same 13 bytes, whose meaning no version will change: magic, version, kind, length.  So a
-stranger is seen through at the first wrong byte, and another version is told so.
+Each message begins with 13 bytes that are the same in all versions: magic, version, kind, length.  So another protocol
+is detected at its first wrong byte, and a peer with another version is told so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["ClientHandshake", "Handshake", "Identity", "ServerHandshake", "deriv
 MAGIC = b"\x93tlgrd\r\n"
 VERSION = 2
 MAX_NAME = 128
-MAX_BUFFERED = 256  # more than the longest message, so a full buffer always shows what is wrong with it
+MAX_BUFFERED = 256  # longer than the longest message
 
 _HEADER = struct.Struct("!8sHBH")
 _WORKER = struct.Struct("!H")
@@ -69,7 +69,7 @@ _BODY_SIZES = {
 
 
 class Refusal(enum.IntEnum):
-    """Why the server closes.  A number, not a text: what an unproven peer says does not go into our logs."""
+    """Why the server closes.  A number, not a text: text of an unauthenticated peer must not go into the log."""
 
     VERSION = 1
     SECRET = 2
@@ -79,8 +79,8 @@ _OTHER_SECRET = (
     "the peer holds another secret, or belongs to another job: set the same TELEGRAD_SECRET and job on every worker"
 )
 
-#: How the first bytes of other protocols begin; only to say in the log who is at the wrong door.
-_STRANGERS = (
+#: The first bytes of other protocols, for the text in the log.
+_OTHER_PROTOCOLS = (
     (b"\x16\x03", "TLS, where this port speaks without: set the same TELEGRAD_SECRET on every worker"),
     (b"\x15\x03", "a TLS alert: the peer expects TLS: set the same TELEGRAD_SECRET on every worker"),
     (b"GET ", "HTTP"),
@@ -100,7 +100,7 @@ _STRANGERS = (
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a worker says it is.  ``nonce`` is what its signed record says it drew when it joined this job."""
+    """The identity that a worker claims.  ``nonce``: the random bytes in its signed record, drawn when it joined."""
 
     worker_id: int
     name: str
@@ -131,7 +131,7 @@ class Identity:
 
 
 def derive_key(secret: bytes, job: str) -> bytes:
-    """Makes the handshake's key.  Stretched (8 ms, once per process), so that guessing a poor secret costs more."""
+    """Makes the handshake's key.  It is stretched (8 ms, once per process) to make guessing a weak secret expensive."""
     return hashlib.pbkdf2_hmac("sha256", secret, b"telegrad handshake\0" + job.encode(), 20_000)
 
 
@@ -140,7 +140,7 @@ def _message(kind: Kind, body: bytes) -> bytes:
 
 
 def _describe(first: bytes) -> str:
-    for prefix, name in _STRANGERS:
+    for prefix, name in _OTHER_PROTOCOLS:
         if first.startswith(prefix):
             return f"looks like {name}"
     if len(first) >= 8 and first[0] and not any(first[1:8]):
@@ -149,7 +149,7 @@ def _describe(first: bytes) -> str:
 
 
 class Handshake:
-    """What both roles share: the buffer, the header's checks, the transcript."""
+    """The part that both roles share: the buffer, the checks of the header, the transcript."""
 
     role: str
 
@@ -162,7 +162,7 @@ class Handshake:
         self._transcript = b""
         self.done = False
         self.peer: Identity | None = None
-        self.farewell = b""  #: after ``feed`` has raised: what to tell the peer before closing
+        self.farewell = b""  #: what to send before closing, once ``feed`` has raised
 
     def __repr__(self) -> str:
         state = "done" if self.done else f"waits for {self._awaits.name}" if self._awaits else "failed"
@@ -170,19 +170,19 @@ class Handshake:
 
     @property
     def waits_for(self) -> str:
-        """What a timeout should say was missing."""
+        """What the peer has not sent yet, for the text of a timeout."""
         return f"its {self._awaits.name}" if self._awaits else "nothing"
 
     @property
     def wants(self) -> int:
-        """How many bytes to read next, at most."""
+        """Maximum number of bytes to read next."""
         raise NotImplementedError
 
     def start(self) -> bytes:
         return b""
 
     def feed(self, data: bytes) -> bytes:
-        """Takes bytes of the peer; gives bytes to send.  Raises once; after that the connection is to be closed."""
+        """Takes bytes of the peer; returns bytes to send.  After it has raised, the connection must be closed."""
         if self._awaits is None:
             self.done, self.peer = False, None
             raise ProtocolError(f"{len(data)} bytes after the end of the handshake")
@@ -249,7 +249,7 @@ class ClientHandshake(Handshake):
 
     @property
     def wants(self) -> int:
-        """Exactly what is missing: behind the WELCOME may stand the server's first frame, which is not ours."""
+        """Exactly the missing bytes: the server's first frame may follow the WELCOME, and is not for the handshake."""
         if self._awaits is None:
             return 0
         if len(self._buffer) < _HEADER.size:
@@ -298,7 +298,7 @@ class ServerHandshake(Handshake):
 
     @property
     def wants(self) -> int:
-        """All there is: a client that says more than it was asked is refused."""
+        """As much as there is: a client that sends more than it may is refused."""
         return MAX_BUFFERED - len(self._buffer) if self._awaits else 0
 
     def _take(self, kind: Kind, message: bytes, body: bytes) -> bytes:
@@ -316,7 +316,7 @@ class ServerHandshake(Handshake):
         who = self._me.encode()
         welcome = _message(Kind.WELCOME, self._mac("server", who) + who)  # (4)
         if self._wanted != self._me.worker_id:
-            self.farewell = welcome  # it proved itself, so it may know whom it has reached
+            self.farewell = welcome  # the client has authenticated, so it may learn which worker it reached
             raise AuthenticationError(
                 f"worker {self._claimed.worker_id if self._claimed else '?'} looked for worker {self._wanted}, "
                 f"this is worker {self._me.worker_id}"

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, as the kernel or TLS says; nothing that the peer says counts here."""
+"""The peer of a connection as the kernel or TLS reports it, independent of what the peer itself claims."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Credentials", "credentials_of"]
 
 @dataclass(frozen=True)
 class Credentials:
-    """On a Unix socket the process, on TCP the TLS certificate."""
+    """The peer's process (Unix socket) or its TLS certificate (TCP)."""
 
     pid: int | None = None
     fingerprint: bytes | None = None
@@ -35,7 +35,7 @@ class Credentials:
             )
 
     def check_name(self, name: str) -> None:
-        """For certificates of an authority that names workers."""
+        """For certificates of an authority that vouches for workers' names."""
         if name not in self.names:
             shown = ", ".join(sorted(self.names)) or "no name"
             raise AuthenticationError(

@@ -1,4 +1,4 @@
-"""A bounded log of what others cause: neither a stranger nor a member of the job must be able to fill a disk."""
+"""A log with a bounded number of lines: peers, authenticated or not, must not be able to fill a disk with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WINDOW = 60.0  # seconds
 
 
 class RefusalLog:
-    """Writes an entry for each of the first refusals in a minute, and for the others one line with their number.
+    """Logs the first refusals of each minute one by one, and the others as one line with their number.
 
     ``kind``: what is refused, in the plural.
     """

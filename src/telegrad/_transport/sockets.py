@@ -1,4 +1,4 @@
-"""Plain sockets: the stream over one, and how to listen and connect, within the host and across hosts."""
+"""Unix and TCP sockets: the stream over a socket, listening and connecting."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ __all__ = [
 ]
 
 BACKLOG = 512
-# In the median, 1-64 MB ran 2-15 % faster than with the kernel's 208 KiB; with 4 MiB, slower from 4 MB on.
+# Median of 1-64 MB transfers: 2-15 % faster than with the kernel's 208 KiB; 4 MiB is slower from 4 MB on.
 UNIX_BUFFER = 1 << 20
 _IOV_MAX = 1024
 _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
-_TCP_INFO = struct.Struct("xxBBxxxx48xI")  # retransmits and probes without an answer, ms since the last acknowledgement
-_UNANSWERED = 2  # a probe that was sent just now has no answer yet
-_LONGEST_WAIT = 60.0  # seconds of one poll; its argument is an int of milliseconds
+_TCP_INFO = struct.Struct("xxBBxxxx48xI")  # unanswered retransmits and probes, ms since the last acknowledgement
+_UNANSWERED = 2  # one alone may have been sent just now
+_LONGEST_WAIT = 60.0  # seconds of one poll, whose argument is a C int of milliseconds
 
 
 class SocketStream:
     """A ``Stream`` over a connected socket.
 
-    **Closing under another thread's feet.**  ``close`` shuts the connection down, which wakes a thread that blocks in
-    ``send``.  But that thread may not have come back from the kernel yet, or may stand just before the system call
-    with the descriptor's number in its hand; were the descriptor closed now, the next file that the process opens
-    would get this number, and our bytes.  So each direction has a flag that its thread raises *before* it looks at
-    ``_closed``, and ``close`` sets ``_closed`` *before* it looks at the flags: whichever order the two threads come in,
-    at least one of them sees the other, and the descriptor is closed by the last one out.  Two attributes instead of
-    a counter under a lock, because this runs for every message, and each direction has one thread at a time.
+    **Closing while another thread uses the socket.**  ``close`` shuts the connection down, which wakes a thread that
+    blocks in ``send``.  That thread may still be inside the system call, or just before it with the descriptor's
+    number.  If the descriptor were closed now, the next file that the process opens could get the same number, and
+    receive our bytes.  So each direction has a flag that its thread sets *before* it reads ``_closed``, and ``close``
+    sets ``_closed`` *before* it reads the flags.  In any order of the two threads at least one sees the other, and the
+    last one closes the descriptor.  Two flags are enough because each direction is used by one thread at a time; they
+    are cheaper than a counter under a lock, and this runs for every message.
     """
 
-    drain: ClassVar[bool] = False  # one recv empties what the kernel has, or fills the buffer
+    drain: ClassVar[bool] = False  # one recv takes all that the kernel has, or fills the buffer
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)  # each call asks for MSG_DONTWAIT
@@ -64,7 +64,7 @@ class SocketStream:
         self._sending = False
         self._receiving = False
         self._in_shutdown = False
-        self._closing = threading.Lock()  # of two closers, one does it
+        self._closing = threading.Lock()  # only one of two closing threads shuts down
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} fd={self._sock.fileno()}{' closed' if self._closed else ''}>"
@@ -110,7 +110,7 @@ class SocketStream:
     def _send_rest(
         self, buffers: Sequence[bytes | bytearray | memoryview], skip: int, deadline: float
     ) -> Sequence[memoryview]:
-        """Sends all but the first ``skip`` bytes; what is left at the deadline.
+        """Sends all but the first ``skip`` bytes; returns what is left at the deadline.
 
         One system call takes 1024 buffers and 2 GiB at most.
         """
@@ -132,7 +132,7 @@ class SocketStream:
                     return views[at:]
 
     def _wait_for_room(self, deadline: float) -> bool:
-        """Waits until the kernel takes more; ``close`` ends the wait too.  False: not before the deadline."""
+        """Waits until the kernel takes more bytes or the stream is closed.  False: the deadline has passed."""
         poll = select.poll()
         poll.register(self._sock.fileno(), select.POLLOUT)
         while not self._closed:
@@ -144,8 +144,8 @@ class SocketStream:
         return True
 
     def send_now(self, data: bytes) -> None:
-        """Sends without blocking, all or nothing more: for the few bytes of a handshake, which an empty send buffer
-        always has room for.  Whoever does not let them through is not worth waiting for."""
+        """Sends all of it without blocking, or raises: for the few bytes of a handshake, for which an empty send buffer
+        always has room."""
         self._sending = True
         try:
             if self._closed:
@@ -160,12 +160,12 @@ class SocketStream:
                 self._release()
 
     def trust(self) -> None:
-        """Nothing changes for a plain socket; see ``TlsStream.trust``."""
+        """Does nothing on a plain socket; see ``TlsStream.trust``."""
 
-    # --- is the peer's host there? ---
+    # --- is the peer's host alive? ---
 
     def watch_host(self, seconds: float) -> None:
-        """On TCP, lets the kernel close an idle connection whose peer's host does not respond for about that long."""
+        """On TCP, makes the kernel close an idle connection if the peer's host does not respond for about that long."""
         if self._sock.family == socket.AF_UNIX:
             return
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -174,11 +174,11 @@ class SocketStream:
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
     def host_is_silent(self, seconds: float) -> bool:
-        """Whether the peer's host has acknowledged nothing for that long, though the kernel asked again and again.
+        """Whether the peer's host has acknowledged nothing for that long, although the kernel retransmitted.
 
-        This is for a connection with data under way, on which the kernel sends no keepalives.  ``TCP_USER_TIMEOUT``
-        would do the same and more: it also closes a connection whose peer acknowledges but reads nothing, because its
-        process is stopped or holds the GIL, and such a worker is not lost.
+        For a connection with unacknowledged data, on which the kernel sends no keepalives.  ``TCP_USER_TIMEOUT`` is not
+        used: it also closes a connection whose peer acknowledges but does not read, because its process is stopped or
+        holds the GIL, and such a worker is not lost.
         """
         if self._sock.family == socket.AF_UNIX or self._closed:
             return False
@@ -195,13 +195,13 @@ class SocketStream:
                 return
             self._in_shutdown = True
             self._closed = True
-            with contextlib.suppress(OSError):  # the peer was faster
+            with contextlib.suppress(OSError):  # the peer has closed already
                 self._sock.shutdown(socket.SHUT_RDWR)
             self._in_shutdown = False
         self._release()
 
     def disown(self) -> None:
-        """In a forked child: gives up this process's descriptor, and leaves the connection to the parent."""
+        """In a forked child: closes this process's descriptor without shutting down the parent's connection."""
         self._closed = True
         self._sock.close()
 
@@ -211,7 +211,7 @@ class SocketStream:
 
 
 def _enlarge_buffers(sock: socket.socket) -> None:
-    """TCP tunes its buffers itself; a Unix socket stays at 208 KiB unless told (the kernel caps what we ask for)."""
+    """TCP tunes its buffers itself; a Unix socket's stay at 208 KiB unless set.  The kernel caps the value."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         sock.setsockopt(socket.SOL_SOCKET, option, UNIX_BUFFER)
 
@@ -220,8 +220,8 @@ def _enlarge_buffers(sock: socket.socket) -> None:
 
 
 def listen_unix() -> tuple[socket.socket, str]:
-    """Listens in the abstract namespace: no file to clean up, and gone with the process.  Such a name has no
-    permissions, hence :func:`check_same_user`.  Written with ``@`` for the leading zero byte, as ``ss`` prints it."""
+    """Listens in the abstract namespace: the name ends with the process and leaves no file.  It has no permissions,
+    hence :func:`check_same_user`.  The leading zero byte is written as ``@``, as ``ss`` prints it."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         name = f"telegrad-{os.getpid()}-{secrets.token_hex(8)}"
@@ -234,7 +234,7 @@ def listen_unix() -> tuple[socket.socket, str]:
 
 
 def connect_unix(address: str, timeout: float) -> socket.socket:
-    """Connects.  A full backlog is worth waiting for; the kernel says EAGAIN then, and offers nothing to wait on."""
+    """Connects.  While the backlog is full, retries: the kernel returns EAGAIN and offers nothing to poll."""
     deadline = time.monotonic() + timeout
     pause = 0.001
     path = "\0" + address[1:] if address.startswith("@") else address
@@ -258,13 +258,13 @@ def connect_unix(address: str, timeout: float) -> socket.socket:
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end of a Unix socket, as the kernel knows them."""
+    """The pid and the uid at the other end of a Unix socket, from the kernel."""
     pid, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return pid, uid
 
 
 def check_same_user(sock: socket.socket) -> None:
-    """Both sides ask: anyone may connect to an abstract name, and anyone may have taken it after its owner died."""
+    """Called by both sides: any user may connect to an abstract name, or bind it after its owner died."""
     pid, uid = peer_credentials(sock)
     if uid != os.geteuid():
         raise AuthenticationError(
@@ -287,7 +287,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen_tcp(host: str, port: int) -> tuple[socket.socket, tuple[str, int]]:
-    """Listens on one address of this machine; port 0 lets the kernel choose.  Gives the address really bound."""
+    """Listens on one address of this machine; port 0 lets the kernel choose.  Returns the bound address."""
     where = f"{host or '*'}:{port}"
     if not 0 <= port <= 65535:  # getaddrinfo would take it modulo 65536
         raise UsageError(f"cannot listen on {where}: a port is 0 to 65535")
@@ -336,7 +336,7 @@ def connect_tcp(host: str, port: int, timeout: float) -> socket.socket:
         try:
             sock.settimeout(left)
             sock.connect(address)
-            # On loopback the kernel may give us, as our own port, the very one that we dial, and connect us to us.
+            # On loopback the kernel may choose the dialled port as our own and connect the socket to itself.
             if sock.getsockname() == sock.getpeername():
                 raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens on {host}:{port}")
             sock.settimeout(None)

@@ -1,9 +1,9 @@
 """Mutual TLS 1.3 for TCP: certificates, contexts, and a stream that two threads may use.
 
-Both ends show a certificate.  By default each worker makes its own at start, signed by an authority that every worker
-derives from the job's secret, so a peer without the secret does not get through TLS.  Users who run an authority of
-their own give files instead.  In both cases each end compares the other's certificate with the fingerprint in the other
-worker's signed record, and both fingerprints go into the MACs of the handshake (see ``handshake``).
+Both ends present a certificate.  By default each worker makes its own at start, signed by an authority that every
+worker derives from the job's secret, so TLS fails with a peer without the secret.  Users with their own authority give
+files instead.  In both cases each end compares the other's certificate with the fingerprint in the other worker's
+signed record, and both fingerprints go into the MACs of the handshake (see ``handshake``).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = [
     "tls_end",
 ]
 
-_PLAIN_CHUNK = 256 << 10  # encrypted at a time: bounds the memory of a send, and how long a reader waits for the lock
-_RAW_CHUNK = 256 << 10  # read from the socket at a time
-_STRANGER_CHUNK = 4 << 10  # the same, before the peer is known: hundreds of strangers may wait at once
-_STRANGER_TOTAL = 64 << 10  # what a stranger may say at all; a full exchange takes 2 KiB
+_PLAIN_CHUNK = 256 << 10  # bytes encrypted at a time: limits a send's memory and how long a reader waits for the lock
+_RAW_CHUNK = 256 << 10  # bytes read from the socket at a time
+_UNTRUSTED_CHUNK = 4 << 10  # the same before the peer has authenticated: hundreds of peers may wait at once
+_UNTRUSTED_TOTAL = 64 << 10  # bytes that a peer may send before it has authenticated; 2 KiB are needed
 _RECORD_HEADER = 5  # type, version (2), length (2)
 _NOTHING = memoryview(b"")
 
@@ -53,10 +53,10 @@ class Certificate:
 
 @dataclass(frozen=True)
 class Authority:
-    """Whose signature a peer's certificate needs.
+    """The certificate authority that must have signed a peer's certificate.
 
-    ``names_workers``: the authority vouches for names, so a certificate must carry its worker's name.  The authority
-    that is derived from the job's secret does not: every worker could sign with it.
+    ``names_workers``: the authority vouches for names, so a certificate must contain its worker's name.  The authority
+    derived from the job's secret does not: every worker can sign with it.
     """
 
     cert_pem: bytes
@@ -64,7 +64,7 @@ class Authority:
     _key: Any = field(default=None, repr=False)
 
     def sign(self, name: str) -> Certificate:
-        """Makes a key pair and a certificate for a worker of that name.  The key never touches a disk."""
+        """Makes a key pair and a certificate for a worker of that name.  The key is never written to a disk."""
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -82,7 +82,7 @@ _AUTHORITY_NAME = "telegrad job"
 
 
 def make_authority(key: bytes) -> Authority:
-    """The authority of a job, derived from the job's key: equal on all workers that have the same key."""
+    """The authority of a job, derived from the job's key: the same on all workers of the job."""
     try:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -113,7 +113,7 @@ def _certificate(name: str, public: Any, authority: Any, is_authority: bool) -> 
         .issuer_name(name_of(_AUTHORITY_NAME))
         .public_key(public)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))  # clocks of a cluster differ
+        .not_valid_before(now - datetime.timedelta(days=1))  # the clocks of a cluster differ
         .not_valid_after(now + datetime.timedelta(days=3650))
         .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
@@ -123,7 +123,7 @@ def _certificate(name: str, public: Any, authority: Any, is_authority: bool) -> 
 
 
 def load_authority(ca_file: str | os.PathLike[str]) -> Authority:
-    """The user's own authority, or several in one file."""
+    """Reads the user's own authority, or several in one file."""
     try:
         pem = Path(ca_file).read_bytes()
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode())
@@ -153,7 +153,7 @@ def load_certificate(cert_file: str | os.PathLike[str], key_file: str | os.PathL
 
 @dataclass(frozen=True)
 class TlsEnd:
-    """How one end of a connection speaks TLS, and the fingerprint of the certificate that it shows."""
+    """The TLS settings of one end of a connection, and the fingerprint of its certificate."""
 
     context: ssl.SSLContext
     fingerprint: bytes
@@ -161,10 +161,10 @@ class TlsEnd:
 
 
 def tls_end(certificate: Certificate, authority: Authority, *, server_side: bool) -> TlsEnd:
-    """Shows this certificate, and asks the peer for one that the authority has signed.
+    """Presents this certificate, and requires one of the peer that the authority has signed.
 
-    Host names are not checked: a worker is known by the fingerprint in its record, and where the authority names
-    workers by its name.  Session tickets are off: each connection proves itself anew.
+    Host names are not checked: a worker is identified by the fingerprint in its record, and by its name where the
+    authority names workers.  Session tickets are off: each connection authenticates anew.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -178,7 +178,7 @@ def tls_end(certificate: Certificate, authority: Authority, *, server_side: bool
 
 
 def _show(context: ssl.SSLContext, certificate: Certificate) -> None:
-    # OpenSSL wants a file name; an anonymous file in memory has one, and leaves nothing behind.
+    # OpenSSL takes a file name; a memfd has one, and nothing is written to a disk.
     descriptor = os.memfd_create("telegrad-certificate", os.MFD_CLOEXEC)
     with open(descriptor, "wb") as file:
         file.write(certificate.cert_pem + b"\n" + certificate.key_pem)
@@ -193,22 +193,22 @@ def _no_password() -> str:
 class TlsStream:
     """A ``Stream`` that encrypts.
 
-    OpenSSL's connection must not be used by two threads at once, and ours has a reader and a writer.  So it works on
-    memory, under a lock that is held for arithmetic only; the system calls, which may block, happen outside it:
+    An OpenSSL connection must not be used by two threads at once, and a link has a reader and a writer.  So OpenSSL
+    works on memory, under a lock; the system calls, which may block, are made without the lock:
 
     ::
 
         recv_into:  (1) socket → raw bytes   (2) lock: raw bytes → OpenSSL → plain bytes
         send:       (1) lock: 256 KiB of plain bytes → OpenSSL → raw bytes   (2) raw bytes → socket
 
-    A reader never writes to the socket.  Should OpenSSL want to say something while it reads (the answer to a key
-    update), that waits in ``_outgoing``, in its right place, for the next ``send``; TLS 1.3 allows it.
+    A reader never writes to the socket.  If OpenSSL has something to send while it reads (the answer to a key update),
+    it waits in ``_outgoing``, in order, for the next ``send``; TLS 1.3 allows that.
 
-    Until ``trust`` is called the peer is a stranger: it may send 64 KiB in all, and its bytes are read record by
-    record, so that at the end of the handshake nothing is left in here that the descriptor does not announce.
+    Until ``trust`` is called the peer may send 64 KiB in all, and its bytes are read record by record, so that at the
+    end of the handshake no decrypted bytes are left here, of which a poll of the descriptor would not know.
     """
 
-    drain: ClassVar[bool] = True  # decrypted bytes may wait here that the descriptor knows nothing of
+    drain: ClassVar[bool] = True  # decrypted bytes may wait here, of which a poll of the descriptor does not know
 
     def __init__(self, raw: SocketStream, end: TlsEnd) -> None:
         self._raw = raw
@@ -217,8 +217,8 @@ class TlsStream:
         self._outgoing = ssl.MemoryBIO()
         self._tls = end.context.wrap_bio(self._incoming, self._outgoing, server_side=end.server_side)
         self._lock = threading.Lock()
-        self._scratch = memoryview(bytearray(_STRANGER_CHUNK))
-        self._unsent: Sequence[memoryview] = ()  # encrypted, and not taken by the kernel before a deadline
+        self._scratch = memoryview(bytearray(_UNTRUSTED_CHUNK))
+        self._unsent: Sequence[memoryview] = ()  # encrypted, but not taken by the kernel before a deadline
         self._trusted = False
         self._heard = 0
         self._record_header = bytearray()
@@ -230,10 +230,10 @@ class TlsStream:
     def fileno(self) -> int:
         return self._raw.fileno()
 
-    # --- before TLS stands ---
+    # --- TLS's own handshake ---
 
     def handshake_step(self) -> bool:
-        """Goes on with TLS's own handshake as far as the bytes that have come allow; True when it stands."""
+        """Processes the bytes that have arrived; True when TLS is established."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -259,7 +259,7 @@ class TlsStream:
                 return False
 
     def _complain(self) -> None:
-        """Lets the peer have OpenSSL's alert, if it still listens."""
+        """Sends OpenSSL's alert to the peer, if the connection still works."""
         with contextlib.suppress(OSError):
             self._raw.send_now(self._outgoing.read())
 
@@ -268,30 +268,30 @@ class TlsStream:
         return hashlib.sha256(der).digest() if der else b""
 
     def binding(self) -> bytes:
-        """What the handshake's MACs are bound to: the certificates of both ends, the server's first."""
+        """The fingerprints of both ends, the server's first, which go into the handshake's MACs."""
         mine, theirs = self._end.fingerprint, self.peer_fingerprint()
         return mine + theirs if self._end.server_side else theirs + mine
 
     def peer_names(self) -> frozenset[str]:
-        """The DNS names in the peer's certificate; its common name, if it has none."""
+        """The DNS names in the peer's certificate, or else its common name."""
         certificate: Any = self._tls.getpeercert() or {}
         names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
         common = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
         return frozenset(names or common)
 
     def trust(self) -> None:
-        """The peer has proved itself: from here on, big reads and no limit."""
+        """Called when the peer has authenticated: removes the limits on what it may send."""
         self._trusted = True
         self._scratch = memoryview(bytearray(_RAW_CHUNK))
 
     # --- the stream ---
 
     def _fill(self) -> int:
-        """Moves raw bytes from the socket to OpenSSL; called only when it has none left, so they do not pile up."""
+        """Moves raw bytes from the socket to OpenSSL; called only when OpenSSL has none left, to limit its memory."""
         if self._trusted:
             size = self._raw.recv_into(self._scratch)
         else:
-            size = self._fill_from_stranger()
+            size = self._fill_untrusted()
         with self._lock:
             if size:
                 self._incoming.write(self._scratch[:size])
@@ -299,12 +299,12 @@ class TlsStream:
                 self._incoming.write_eof()
         return size
 
-    def _fill_from_stranger(self) -> int:
-        limit = min(self._record_left or _RECORD_HEADER - len(self._record_header), _STRANGER_CHUNK)
+    def _fill_untrusted(self) -> int:
+        limit = min(self._record_left or _RECORD_HEADER - len(self._record_header), _UNTRUSTED_CHUNK)
         size = self._raw.recv_into(self._scratch[:limit])
         self._heard += size
-        if self._heard > _STRANGER_TOTAL:
-            raise ProtocolError(f"more than {_STRANGER_TOTAL} bytes before the peer had proved itself")
+        if self._heard > _UNTRUSTED_TOTAL:
+            raise ProtocolError(f"more than {_UNTRUSTED_TOTAL} bytes before the peer had proved itself")
         if self._record_left:
             self._record_left -= size
         else:
@@ -323,17 +323,17 @@ class TlsStream:
                 return 0
 
     def recv_held(self, buffer: memoryview) -> int:
-        """As ``recv_into``, but only of what was taken from the socket already."""
+        """As ``recv_into``, but does not read from the socket."""
         got = self._read(buffer)
         if not got:
             raise BlockingIOError
         return got
 
     def _read(self, buffer: memoryview) -> int:
-        """Decrypts what is there; OpenSSL gives one record of at most 16 KiB at a time."""
+        """Decrypts what OpenSSL has; it returns one record of at most 16 KiB at a time."""
         got = 0
         while got < len(buffer):
-            with self._lock:  # taken anew for each record, so that a writer gets its turn
+            with self._lock:  # for each record, so that a writer can take it in between
                 try:
                     size = cast(int, self._tls.read(len(buffer) - got, buffer[got:]))
                 except (ssl.SSLWantReadError, ssl.SSLZeroReturnError, ssl.SSLEOFError):
@@ -351,7 +351,7 @@ class TlsStream:
         while chunks and not self._unsent:
             self._unsent = self._raw.send([self._encrypt(chunks.pop(0))], deadline)
         rest = [view for chunk in chunks for view in chunk]
-        return rest or ([_NOTHING] if self._unsent else ())  # with nothing, the next send begins with what is encrypted
+        return rest or ([_NOTHING] if self._unsent else ())  # an empty rest makes the caller send again
 
     def watch_host(self, seconds: float) -> None:
         self._raw.watch_host(seconds)
@@ -364,7 +364,7 @@ class TlsStream:
         self._raw.send_now(self._encrypt([memoryview(data)]))
 
     def _encrypt(self, views: Sequence[memoryview]) -> bytes:
-        # Joined, because OpenSSL makes a record, with 22 bytes around it, of every write.
+        # Joined, because OpenSSL makes each write a record, with 22 bytes of overhead.
         plain = views[0] if len(views) == 1 else memoryview(b"".join(views))
         with self._lock:
             while plain.nbytes:
@@ -372,7 +372,7 @@ class TlsStream:
             return self._outgoing.read()
 
     def close(self) -> None:
-        """Without TLS's farewell: it might block, and the frames above know when one was cut short."""
+        """Sends no TLS close_notify: it could block, and the frame reader detects a frame that was cut short."""
         self._raw.close()
 
     def disown(self) -> None:
@@ -381,7 +381,7 @@ class TlsStream:
 
 
 def _chunks(buffers: Sequence[bytes | bytearray | memoryview]) -> list[list[memoryview]]:
-    """Cuts and gathers buffers into groups of at most ``_PLAIN_CHUNK`` bytes."""
+    """Splits and groups buffers into lists of at most ``_PLAIN_CHUNK`` bytes."""
     groups: list[list[memoryview]] = [[]]
     room = _PLAIN_CHUNK
     for buffer in buffers:

@@ -1,4 +1,4 @@
-"""Which tensors of a message share memory, so that they share it on the other side too."""
+"""Finds the tensors of a message that share memory, so that they share it at the receiver too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def span(tensor: Tensor) -> int:
-    """How many elements of memory lie between the first and the last that the tensor sees."""
+    """Number of elements from the tensor's first to its last in memory, gaps included."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -18,7 +18,7 @@ def span(tensor: Tensor) -> int:
 
 @dataclass(slots=True)
 class Region:
-    """Overlapping pieces of one storage, sent as one buffer."""
+    """A range of bytes of one storage, sent as one buffer for all tensors that overlap in it."""
 
     start: int
     end: int
@@ -27,15 +27,15 @@ class Region:
 
 
 def all_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether no two share a storage: the usual case, quickly."""
+    """Whether no two tensors share a storage.  A quick check of the usual case."""
     try:
         return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
     except (NotImplementedError, RuntimeError):
-        return False  # a tensor without a storage is among them
+        return False  # one of them has no storage
 
 
 def overlaps(tensors: Sequence[Tensor]) -> dict[int, Region]:
-    """The tensors whose memory overlaps another's, each with the region that they share."""
+    """The tensors whose memory overlaps another's, by id, each with the region that they share."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors:
         plain = tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)

@@ -1,11 +1,11 @@
-"""Functions without a name that the peer knows (lambdas, functions of another main program).
+"""Functions that the peer cannot find by name: lambdas, functions of a main program that it does not run.
 
 cloudpickle sends a function together with what it uses: globals, closure, defaults.  Making and reading such a pickle
 costs ten times as much as the call itself.  So the caller keeps the pickle with the function, and the callee keeps the
 function with the pickle.  Both are allowed only if nothing that the function uses can change in place: numbers, text,
 tuples of them, modules, and functions and classes that can be imported.  When the caller rebinds a global or a closure
-variable, it makes a new pickle.  A function that uses a list, say, or assigns to a global or an attribute, is sent anew
-with each call.
+variable, it makes a new pickle.  A function that uses a list, for example, or assigns to a global or an attribute, is
+pickled for each call.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from telegrad._wire.callables import name_of
 from telegrad._wire.pickles import dump, load
 from telegrad.errors import SerializationError
 
-_LONGEST = 64 << 10  # bytes of a pickle that is kept
-_MOST = 256  # functions that a caller keeps, and that a callee keeps
+_LONGEST = 64 << 10  # bytes; longer pickles are not kept
+_MOST = 256  # functions that a caller keeps, and a callee too
 
 _CONSTANTS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, type(...), CodeType, torch.dtype, torch.device)
 )
-_MISSING = object()  # a global that is not there (yet): a builtin
+_MISSING = object()  # a global that is not defined: a builtin, or not yet defined
 
-#: By id of the function, the oldest first: what it used when it was pickled, itself included, and the pickle for peers
-#: with the same main program and without.  Not weak: what a function uses may refer to the function.
+#: By the function's id, the least recently used first: the objects that it used when it was pickled, itself included,
+#: and its pickles for peers with the same main program (True) or another (False).  The references are not weak: an
+#: object that the function uses may refer to the function.
 _sent: OrderedDict[int, tuple[list[Any], dict[bool, bytes]]] = OrderedDict()
 _sent_lock = threading.Lock()
 
@@ -44,7 +45,7 @@ class _Changeable(Exception):
 
 
 def pickle_of(function: Any, same_main: bool, allow_cloudpickle: bool) -> bytes | None:
-    """The pickle of a function that can be kept; None if it must be pickled anew for each call."""
+    """The kept pickle of a function; None if it must be pickled for each call."""
     if type(function) is not FunctionType or not allow_cloudpickle:
         return None
     used: list[Any] = []
@@ -72,7 +73,7 @@ def pickle_of(function: Any, same_main: bool, allow_cloudpickle: bool) -> bytes 
 
 
 def _collect(value: Any, used: list[Any], seen: set[int], same_main: bool) -> None:
-    """Adds a value, and all that it uses in turn, to ``used``; to what was ``seen`` only itself."""
+    """Adds a value to ``used``, and, if it was not ``seen``, everything that it uses in turn."""
     used.append(value)
     if id(value) in seen:
         return
@@ -139,7 +140,7 @@ def _globals_of(code: CodeType) -> tuple[str, ...] | None:
 
 
 class ReceivedFunctions:
-    """The functions that peers sent as ``pickle_of`` gave them, rebuilt once for each peer."""
+    """Functions received by value, each unpickled once per peer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

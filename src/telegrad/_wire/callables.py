@@ -1,4 +1,4 @@
-"""Callables by name: how a function is written on the wire, and found again on the other side."""
+"""Callables by name: the name that a function has on the wire, and the function of a name."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from telegrad.errors import SerializationError, UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A spawned child knows its main module by the second name, its parent by the first.
+# The main module's name in a parent, and in a child that it has spawned.
 MAIN_MODULES = ("__main__", "__mp_main__")
 
 _exported: dict[str, Callable[..., Any]] = {}
 _exported_methods: dict[type, frozenset[str]] = {}
-_names: dict[Any, str] = {}  # name_of, remembered: 0.3 us instead of 2
+_names: dict[Any, str] = {}  # the results of name_of: 0.3 us instead of 2
 _NAMES_KEPT = 4096
-_MAIN_SECONDS = 1.0  # how long a call waits for the main program to define its function
+_MAIN_SECONDS = 1.0  # time that a call waits for the main program to define its function
 
 
 @overload
@@ -99,7 +99,7 @@ def _is_method(value: object) -> bool:
 
 
 def name_of(function: Any) -> str | None:
-    """The name under which the other side finds this very callable; None when only its value can be sent."""
+    """The name by which a peer finds this callable; None if it can only be sent by value."""
     if type(function) is str:
         return function
     try:
@@ -122,7 +122,7 @@ def shown(function: Any) -> str:
 
 
 def _is_stale(name: str, function: Any) -> bool:
-    """Whether the name means another function by now, as after a cell of a notebook ran again."""
+    """Whether the name refers to another function now, as after a notebook's cell ran again."""
     module_name, _, path = name.partition(":")
     if "." in path or name in _exported:
         return False
@@ -136,7 +136,7 @@ def _find_name(function: Any) -> str | None:
     module = getattr(function, "__module__", None)
     candidates = [(module, qualname)] if isinstance(module, str) else []
     short = getattr(function, "__name__", "")
-    # torch's operators do not say where they live.
+    # torch's operators have no module of their own.
     candidates += [("torch", short), ("torch.nn.functional", short)] if short else []
     owner = getattr(function, "__objclass__", None)
     if owner is not None:
@@ -159,7 +159,7 @@ def _look_up(module: Any, path: str) -> Any:
 
 
 def resolve(name: str, allow_any: bool) -> Any:
-    """The callable of that name here.  Without ``allow_any`` only exported functions and plain operators are found."""
+    """The callable of that name on this worker.  Without ``allow_any``: only exported functions and plain operators."""
     function = _exported.get(name)
     if function is not None:
         return function
@@ -177,7 +177,7 @@ def resolve(name: str, allow_any: bool) -> Any:
     if module is None or _is_being_imported(module):
         try:
             module = importlib.import_module(module_name)  # waits, if another thread is importing it
-        except Exception as error:  # a module may raise anything while it is imported
+        except Exception as error:  # importing a module may raise anything
             raise SerializationError(
                 f"cannot import module {module_name!r} for {path!r}: {type(error).__name__}: {error}"
             ) from error
@@ -195,24 +195,24 @@ def _is_being_imported(module: Any) -> bool:
 
 
 def _wait_for(module: Any, path: str) -> Any:
-    """A function of the main program, which may stand below its ``init_rpc``: the program may not be there yet."""
+    """Waits for a function of the main program, which may be defined after its call of ``init_rpc``."""
     deadline = time.monotonic() + _MAIN_SECONDS
     while (function := _look_up(module, path)) is None and time.monotonic() < deadline:
         time.sleep(0.005)
     return function
 
 
-# Operators of tensors to tensors, which cannot reach files or run code.
+# Operators from tensors to tensors that neither access files nor run code.
 _PLAIN_OPERATORS = frozenset(
     "add sub mul div matmul mm bmm sum mean neg exp log relu sigmoid tanh softmax cat stack ones zeros full".split()
 )
 
-# The same for methods of a tensor that another worker holds a reference to.
+# The same for methods of a tensor, called through an RRef.
 _PLAIN_METHODS = _PLAIN_OPERATORS | frozenset(
     "size dim numel stride item tolist clone detach t view reshape transpose contiguous float double long".split()
 )
 
-# Of these, a dtype is that of the result.  Others reinterpret memory, as Tensor.view does.
+# For these a dtype argument is the dtype of the result.  Others, like Tensor.view, would reinterpret memory.
 _WITH_DTYPE = frozenset("sum mean softmax ones zeros full".split())
 
 _PLAIN_DTYPES = frozenset(
@@ -221,12 +221,12 @@ _PLAIN_DTYPES = frozenset(
     "complex128 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz".split()
 )
 
-_MOST_REPEATED = 2**28  # elements of an expanded tensor: a second or so for a sum, for a few bytes on the wire
+_MOST_REPEATED = 2**28  # elements of an expanded tensor: a few bytes on the wire, but about a second for a sum
 
 
 @functools.cache
 def _plain_operator(name: str) -> Callable[..., Any]:
-    """The operator, which writes into none of its arguments."""
+    """The operator, without the arguments that it would write into."""
     operator: Callable[..., Any] = getattr(torch, name)
 
     @functools.wraps(operator)
@@ -253,7 +253,7 @@ def _plain_method(tensor: torch.Tensor, name: str) -> Callable[..., Any]:
 
 
 def _check_plain(name: str, arguments: Sequence[Any]) -> None:
-    """Refuses arguments with which torch's operators may crash the process or run without end."""
+    """Refuses arguments that may make torch's operators crash or run for very long."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             refused = _why_not_plain(argument)
@@ -272,7 +272,7 @@ def _check_plain(name: str, arguments: Sequence[Any]) -> None:
 
 
 def _why_not_plain(tensor: torch.Tensor) -> str | None:
-    """What is unusual about a tensor: few of torch's operators are tested with such."""
+    """What is unusual about a tensor; None for a plain one.  Few of torch's operators are tested with unusual ones."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return f"tensor of layout {tensor.layout}" + (" (nested)" if tensor.is_nested else "")
     if tensor.dtype not in _PLAIN_DTYPES:
@@ -285,7 +285,7 @@ def _why_not_plain(tensor: torch.Tensor) -> str | None:
 
 
 def exported_method(value: object, name: str) -> Callable[..., Any]:
-    """A method that a worker without pickle runs for others: what other methods of a value can reach is open."""
+    """A method that a worker with ``allow_pickle=False`` runs for other workers; raises for all others."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
         if name in _PLAIN_METHODS:
@@ -303,13 +303,13 @@ def exported_method(value: object, name: str) -> Callable[..., Any]:
             "functions that a class itself defines, no attributes, properties or inherited methods; "
             f"name it in @rpc.export(methods=[...]) over there. Exported: {', '.join(sorted(exported)) or 'none'}"
         )
-    # From the class: an attribute of the instance may have the same name.
+    # From the class: the instance may have an attribute of the same name.
     method = inspect.getattr_static(kind, name)
     return method.__get__(value, kind) if hasattr(method, "__get__") else method  # type: ignore[no-any-return]
 
 
 def exception_type(name: str, allow_any: bool) -> type[BaseException] | None:
-    """The exception class of that name, where it can be imported."""
+    """The exception class of that name; None if it cannot be imported."""
     module_name, _, path = name.partition(":")
     try:
         if module_name in ("builtins", "telegrad.errors"):

@@ -30,13 +30,13 @@ def stream_sizes(message: Message) -> list[int]:
 
 
 def complete(body: Body, streamed: list[Any], borrowed: list[Any]) -> list[Any]:
-    """All buffers of a body in order: those in the header, those after it, those in the peer's segments."""
+    """All buffers of a body, in order.  ``streamed``: those after the header; ``borrowed``: those in shared memory."""
     if not streamed and not borrowed:
         return list(body.buffers)
-    following, lying = iter(streamed), iter(borrowed)
+    following, shared = iter(streamed), iter(borrowed)
     try:
         return [
-            buffer if type(buffer) is bytearray else next(following if type(buffer) is int else lying)
+            buffer if type(buffer) is bytearray else next(following if type(buffer) is int else shared)
             for buffer in body.buffers
         ]
     except StopIteration:

@@ -1,4 +1,4 @@
-"""The tables that turn dtypes and layouts into codes on the wire, and back."""
+"""The codes of dtypes and layouts on the wire."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# The position is the code on the wire: only ever append.
+# The position is the code on the wire: append only.
 _DTYPE_NAMES = """
 float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool complex64 complex128 complex32 uint16 uint32 uint64
 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32

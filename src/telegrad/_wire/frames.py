@@ -1,8 +1,8 @@
-"""Bytes to frames and back, with no socket in sight.
+"""Bytes to frames and back, without I/O.
 
-A frame is a prefix (magic, header length, length of what follows the header), the header, then the message's big
-buffers one after the other.  The reader says where the next bytes should go, so that a big buffer is received straight
-into its final memory and never copied.
+A frame is a prefix (magic, length of the header, length of what follows it), the header, and the message's big buffers
+one after the other.  The reader says where the next bytes should be stored, so that a big buffer is received into its
+final memory and not copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CHUNK = 64 << 10
 
 
 class Frame(NamedTuple):
-    """One message and its buffers, each of them writable memory that belongs to nobody else."""
+    """One message and its buffers: writable memory that nothing else uses."""
 
     message: Message
     buffers: list[Any]
@@ -32,7 +32,7 @@ def prefix(header_size: int, stream_size: int) -> bytes:
 
 
 class FrameReader:
-    """Fed by ``space`` (where to put bytes) and ``advance`` (how many came)."""
+    """Parses frames.  The caller stores bytes in ``space()`` and calls ``advance`` with their number."""
 
     def __init__(
         self,
@@ -45,10 +45,10 @@ class FrameReader:
         self._allocate = allocate
         self._memory = memoryview(bytearray(_CHUNK))
         self._start = self._end = 0
-        self._message: Message | None = None  # whose buffers are being filled
+        self._message: Message | None = None  # the message whose buffers are being filled
         self._buffers: list[Any] = []
-        self._empty: memoryview | None = None  # what is still empty of the last of them
-        self._sizes_left: list[int] = []  # of those that have no memory yet, the last first
+        self._empty: memoryview | None = None  # the unfilled part of the last buffer
+        self._sizes_left: list[int] = []  # sizes of buffers without memory yet, the last first
 
     def space(self) -> memoryview:
         """Where the next bytes should go; never empty."""
@@ -57,7 +57,7 @@ class FrameReader:
         return self._memory[self._end :] if self._end else self._memory
 
     def advance(self, count: int) -> list[Frame]:
-        """``count`` bytes were put into the space; the frames that they complete."""
+        """Takes ``count`` bytes that were stored in the space; returns the frames that they complete."""
         frames: list[Frame] = []
         if self._empty is not None:
             self._fill(self._empty, count, frames)
@@ -83,7 +83,7 @@ class FrameReader:
         return frames
 
     def _open(self, message: Message, stream_size: int, frames: list[Frame]) -> bool:
-        """Moves what is here into the buffers of a message; true when that was all of them."""
+        """Copies the bytes already received into the message's buffers; True if that fills all of them."""
         sizes = self._sizes(message)
         if sum(sizes) != stream_size or min(sizes) <= 0:
             raise ProtocolError(f"{stream_size:,} bytes follow a header that announces {sum(sizes):,}")
@@ -99,8 +99,8 @@ class FrameReader:
         return self._empty is None
 
     def _open_buffer(self) -> None:
-        """Makes memory for the next buffer.  One at a time, when the bytes before it have come: many small ones that a
-        header announces would cost far more memory than the header itself."""
+        """Allocates the next buffer.  One at a time, after the bytes before it have arrived: a header could announce
+        many small buffers that take far more memory than itself."""
         size = self._sizes_left.pop()
         try:
             buffer = self._allocate(size)
@@ -120,7 +120,7 @@ class FrameReader:
             self._message, self._buffers, self._empty = None, [], None
 
     def _make_room(self, needed: int) -> None:
-        """Moves the incomplete frame to the front of a memory that can hold ``needed`` bytes."""
+        """Moves the incomplete frame to the start of a buffer that can hold ``needed`` bytes."""
         held = self._end - self._start
         if held == 0:
             self._start = self._end = 0
@@ -132,7 +132,7 @@ class FrameReader:
             return
         rest = bytes(self._memory[self._start : self._end])
         if needed > len(self._memory):
-            # Grow by doubling as bytes really come, so that a large announced length alone costs nothing.
+            # Grows by doubling as bytes arrive, so that a large announced length alone takes no memory.
             self._memory = memoryview(bytearray(min(needed, max(_CHUNK, 2 * held))))
         self._memory[:held] = rest
         self._start, self._end = 0, held

@@ -3,21 +3,7 @@
 A message is a frozen record.  The codec writes it as a header that cannot execute code; tensors and pickled
 user objects ride beside it as buffers, described by the message's :class:`Body`.
 
-================ =================== ================= ========================================================
-message          sender              answered by       meaning
-================ =================== ================= ========================================================
-Call             caller              Reply or Failure  run a function
-RemoteCall       creator of an RRef  Reply or Failure  run a function and keep its result
-Fetch            user of an RRef     Reply or Failure  send the value of a reference
-Barrier          shutdown            Reply or Failure  wait until every worker has sent one
-Reply, Failure   callee              nothing           the answer to one of the above
-ForkRequest …    see ``_rref.ledger``                  the protocol of references
-Gradients …      see ``autograd.engine``               the protocol of backward passes and contexts
-Taken            receiver of a body  nothing           a segment of shared memory is free again
-LaneOpen         either              nothing           shared memory can be used on this link
-Goodbye          either              nothing           the sender shuts down
-================ =================== ================= ========================================================
-
+================ =================== ================= =================================================
 No message is ever sent twice.  A link is an ordered stream, and a worker whose link breaks is lost, so a message needs
 no number, acknowledgement or repetition of its own.
 
@@ -64,8 +50,8 @@ class TensorMeta(_Record, frozen=True):
     device: str | None = None  # where the receiver should put it; None: the CPU
 
 
-class InPeer(_Record, frozen=True):
-    """A buffer in memory that the sender shares with its neighbours (the same-host lane)."""
+class InSegment(_Record, frozen=True):
+    """A buffer in a segment of shared memory that the sender owns, for a receiver on the same host."""
 
     segment: Size
     fd: Size  # the sender's descriptor of the segment
@@ -101,11 +87,15 @@ Tree = None | bool | int | float | str | msgspec.msgpack.Ext | Node
 
 
 #: A buffer inside the header, the length of one that follows it, or one in memory that both see.
-Buffer = bytearray | Size | InPeer
+Buffer = bytearray | Size | InSegment
 
 
 class Body(_Record, frozen=True):
-    """A Python value on the wire: a plain ``tree``, or a pickle in ``buffers[pickle]``, over tables of big things."""
+    """A Python value on the wire: a plain ``tree``, or a pickle in ``buffers[pickle]``, and the tables that both use.
+
+    The sender's ``tree`` is a ``msgspec.Raw``, encoded when the value was packed: encoding the message only copies it.
+    The receiver's is decoded and checked together with the rest of the message.
+    """
 
     tree: Tree = None
     pickle: int = -1
@@ -167,8 +157,8 @@ class Failure(_Record, frozen=True, tag=5):
     body: Body = EMPTY_BODY
 
 
-class Taken(_Record, frozen=True, tag=6):
-    """The receiver needs a segment of the sender no more; or keeps it for good, so that the sender must forget it."""
+class SegmentReleased(_Record, frozen=True, tag=6):
+    """The receiver no longer uses a segment; ``kept``: it keeps the memory, so the sender must not reuse it."""
 
     segment: int
     kept: bool = False
@@ -181,8 +171,8 @@ class Goodbye(_Record, frozen=True, tag=9):
     """The sender shuts down on purpose; what follows is not a loss."""
 
 
-class LaneOpen(_Record, frozen=True, tag=11):
-    """The sender can see the receiver's segments, which may lay big buffers there for it."""
+class MemoryReadable(_Record, frozen=True, tag=11):
+    """The sender can read the receiver's segments, so big buffers may go to it through them."""
 
 
 class Barrier(_Record, frozen=True, tag=10):
@@ -358,8 +348,10 @@ InternalMessage = (
     | EndPass
 )
 
-Message = Call | RemoteCall | Fetch | Reply | Failure | Taken | Goodbye | LaneOpen | Barrier | InternalMessage
+Message = (
+    Call | RemoteCall | Fetch | Reply | Failure | SegmentReleased | Goodbye | MemoryReadable | Barrier | InternalMessage
+)
 
-_FROM_BOTH = frozenset((Taken, Goodbye, LaneOpen))
+_FROM_BOTH = frozenset((SegmentReleased, Goodbye, MemoryReadable))
 FROM_DIALLER = _FROM_BOTH | {Call, RemoteCall, Fetch, Barrier, *get_args(InternalMessage)}
 FROM_DIALLED = _FROM_BOTH | {Reply, Failure}

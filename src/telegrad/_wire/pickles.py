@@ -1,4 +1,4 @@
-"""Pickle, for values that are not plain, between workers that know each other."""
+"""Pickle, for values that are not plain data, between authenticated workers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from telegrad.errors import SerializationError
 
 
 class _NeedsCloudpickle(Exception):
-    """A function or class of this main program, which the other side does not run."""
+    """A function or class of this main program, which the peer does not run."""
 
 
 def _reduce(writer: TreeWriter, same_main: bool, value: Any) -> Any:
-    """Tensors and references leave the pickle for the tables beside it."""
+    """Puts tensors and references into the tables beside the pickle, and their index into the pickle."""
     if isinstance(value, Tensor) and type(value) in TABLE_TYPES and in_table(value):
         return _table_tensor, (writer.tensor(value),)
     if hasattr(type(value), "__telegrad_share__"):
@@ -51,8 +51,8 @@ class _Pickler(pickle.Pickler):
 
 @functools.cache
 def _cloud_pickler() -> Any:
-    """The class, made once: a class is a cycle of references, and would keep what it sends alive until the next GC."""
-    import cloudpickle  # only programs that send lambdas pay for it
+    """The class, made once: a class is a reference cycle, and would keep what it pickles alive until the next GC."""
+    import cloudpickle  # imported only by programs that send lambdas
 
     class CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
         writer: TreeWriter
@@ -60,7 +60,7 @@ def _cloud_pickler() -> Any:
 
         def reducer_override(self, value: Any) -> Any:
             if self.same_main and _is_of_main(value):
-                return value.__qualname__  # by name: a copy of a class would not be the class that the callee knows
+                return value.__qualname__  # by name: a copy of a class would not be the callee's class
             reduced = _reduce(self.writer, True, value)
             return super().reducer_override(value) if reduced is NotImplemented else reduced
 
@@ -68,13 +68,13 @@ def _cloud_pickler() -> Any:
 
 
 def _is_of_main(value: Any) -> bool:
-    """Whether this is a function or class that the main program knows by name."""
+    """Whether this is a function or class of the main program that can be found by name."""
     if not isinstance(value, (FunctionType, type)) or value.__module__ not in MAIN_MODULES:
         return False
     return name_of(value) is not None
 
 
-_tables = threading.local()  # what the pickle being loaded on this thread may refer to
+_tables = threading.local()  # the tensors and references of the pickle being loaded on this thread
 
 
 def _table_tensor(index: int) -> Tensor:
@@ -95,13 +95,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def dump(value: Any, same_main: bool, allow_cloudpickle: bool) -> tuple[TreeWriter, bytes, list[pickle.PickleBuffer]]:
-    """The pickle of a value, the tables beside it, and the buffers (of arrays, say) that need not be copied into it."""
+    """The tables of a value, its pickle, and the buffers (of arrays, for example) that are not copied into it."""
     buffers: list[pickle.PickleBuffer] = []
     try:
         writer, file = TreeWriter(), io.BytesIO()
         _Pickler(file, writer, same_main, buffers).dump(value)
         return writer, file.getvalue(), buffers
-    except (Exception, SystemExit) as plain_error:  # even a SystemExit from a value's own code
+    except (Exception, SystemExit) as plain_error:  # a value's own code may even raise SystemExit
         if not allow_cloudpickle:
             raise _cannot_pickle(value, plain_error) from plain_error
     buffers.clear()

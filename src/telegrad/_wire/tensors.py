@@ -1,8 +1,9 @@
-"""Tensors on the wire: what describes them, and which bytes of memory they are.
+"""Tensors on the wire: the records that describe them, and the buffers that hold their elements.
 
-A tensor becomes a :class:`TensorMeta` and a slice of a buffer.  Small buffers ride inside the header: on a socket a
-separate buffer costs 70-140 us, a copy of a few KiB costs less than one.  Tensors of one message whose memory overlaps
-share one buffer, so that they alias each other on the other side too; a view sends only the bytes that it sees.
+A tensor becomes a :class:`TensorMeta` and part of a buffer.  Small buffers go inside the header: on a socket a separate
+buffer costs 70-140 us, and copying a few KiB less than one.  Tensors of one message whose memory overlaps share one
+buffer, so that they alias each other at the receiver too.  A view sends only the bytes between its first and last
+element.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,18 +30,18 @@ from telegrad._wire.dtypes import (
     NUMPY_DTYPES,
     QUANTIZED_DTYPES,
 )
-from telegrad._wire.messages import InPeer, TensorMeta
+from telegrad._wire.messages import InSegment, TensorMeta
 from telegrad.errors import SerializationError, UsageError
 
-INLINE_LIMIT = 32 << 10  # bytes of one buffer: a round trip with 16 KB takes 65 us so, and 105 beside the header
-INLINE_BUDGET = 4 << 20  # of all buffers in one header
+INLINE_LIMIT = 32 << 10  # bytes of a buffer inside the header: a round trip of 16 KB takes 65 us so, 105 beside it
+INLINE_BUDGET = 4 << 20  # bytes of all buffers inside one header
 
 _REQUIRES_GRAD, _PARAMETER, _CONJUGATE, _NEGATIVE, _COALESCED, _GAPS = 1, 2, 4, 8, 16, 32
 _STRIDED, _COO, _COMPRESSED, _QUANTIZED, _QUANTIZED_CHANNELS, _META = range(6)
 
 _MOST_DIMENSIONS = 64  # as in numpy; torch's operators take no more either
 _MOST_ELEMENTS = 2**63 - 1
-_MOST_REPEATED = 2**40  # elements of an expanded tensor, which takes few bytes and minutes to read
+_MOST_REPEATED = 2**40  # elements of an expanded tensor: few bytes, but minutes to read
 
 #: Tensor classes that are rebuilt from the table; any other subclass goes through pickle as its class says.
 TABLE_TYPES = (Tensor, torch.nn.Parameter)
@@ -62,50 +64,46 @@ def in_table(tensor: Tensor) -> bool:
 
 
 class Segment(Protocol):
-    """Memory that the receiver sees too, with a copy of a buffer in it."""
+    """Shared memory with a copy of a buffer in it; see ``_transport.shared_memory``."""
 
     number: int
     fd: int
 
 
-#: Copies (address, size) into a segment; None for a buffer that had better go another way.
-Lane = Callable[[int, int], Segment | None]
+#: Copies ``size`` bytes at an address into a segment; None: send the buffer through the socket.
+CopyToSegment = Callable[[int, int], Segment | None]
 
 
-class Packed:
-    """The buffers of one message on their way out."""
+class OutgoingBuffers(Struct):
+    """The buffers of one message to send."""
 
-    __slots__ = ("_budget", "_lane", "buffers", "segments", "stream")
-
-    def __init__(self, lane: Lane | None = None) -> None:
-        self.buffers: list[bytes | int | InPeer] = []
-        self.stream: list[memoryview] = []  # follow the header
-        self.segments: list[Segment] = []
-        self._budget = INLINE_BUDGET
-        self._lane = lane
-
-    def clear(self) -> None:
-        self.__init__(self._lane)  # type: ignore[misc]
+    to_segment: CopyToSegment | None = None
+    buffers: list[bytes | int | InSegment] = []
+    stream: list[memoryview] = []  # follow the header
+    segments: list[Segment] = []
+    budget: int = INLINE_BUDGET  # bytes that may still go inside the header
 
     def inlines(self, size: int) -> bool:
-        """Whether a buffer of that size rides inside the header; if so, it is counted."""
-        if size > INLINE_LIMIT or size > self._budget:
+        """Whether a buffer of that size goes inside the header; if so, it is counted."""
+        if size > INLINE_LIMIT or size > self.budget:
             return False
-        self._budget -= size
+        self.budget -= size
         return True
 
     def add(self, memory: memoryview | bytes) -> int:
-        """Adds one buffer by the cheapest way that is open; returns its index."""
+        """Adds a buffer; returns its index."""
         return self.add_array(np.frombuffer(memory, np.uint8))
 
     def add_array(self, array: NDArray[Any]) -> int:
-        """Adds the memory of a contiguous array."""
+        """Adds the memory of a contiguous array: inside the header, in shared memory, or after the header."""
         size = array.nbytes
         if self.inlines(size):
             self.buffers.append(array.tobytes())
-        elif self._lane is not None and (segment := self._lane(array.__array_interface__["data"][0], size)) is not None:
+            return len(self.buffers) - 1
+        segment = self.to_segment(array.__array_interface__["data"][0], size) if self.to_segment is not None else None
+        if segment is not None:
             self.segments.append(segment)
-            self.buffers.append(InPeer(segment.number, segment.fd, size))
+            self.buffers.append(InSegment(segment.number, segment.fd, size))
         else:
             self.buffers.append(size)
             flat: Any = array.reshape(-1).view(np.uint8)
@@ -116,16 +114,16 @@ class Packed:
 DeviceMap = Callable[[torch.device], str | None]
 
 
-def pack(tensors: Sequence[Tensor], packed: Packed, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
-    """Describes the tensors and puts their memory into ``packed``."""
-    if len(tensors) == 1 or all_apart(tensors):
-        return tuple([_pack_one(tensor, packed, device_for) for tensor in tensors])
-    shared = overlaps(tensors)
+def pack(tensors: Sequence[Tensor], out: OutgoingBuffers, device_for: DeviceMap) -> tuple[TensorMeta, ...]:
+    """Describes the tensors and adds their memory to ``out``."""
+    if len(tensors) == 1:
+        return (_pack_one(tensors[0], out, device_for),)
+    shared = {} if all_apart(tensors) else overlaps(tensors)
     return tuple(
         [
-            _pack_shared(tensor, shared[id(tensor)], packed)
+            _pack_shared(tensor, shared[id(tensor)], out)
             if id(tensor) in shared
-            else _pack_one(tensor, packed, device_for)
+            else _pack_one(tensor, out, device_for)
             for tensor in tensors
         ]
     )
@@ -136,10 +134,10 @@ def _flags(tensor: Tensor) -> int:
     return flags | _PARAMETER if type(tensor) is not Tensor else flags
 
 
-def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMeta:
+def _pack_one(tensor: Tensor, out: OutgoingBuffers, device_for: DeviceMap) -> TensorMeta:
     flags = _flags(tensor)
-    # The hot path: numpy() refuses whatever is not plain memory, in one call instead of ten questions, each of which
-    # costs 2 us when torch's code is not in the core's caches, as between two calls.
+    # The fast path: numpy() raises for everything but plain CPU memory.  That is one call instead of ten checks, each
+    # of which takes 2 us when torch's code is not in the core's caches, as between two remote calls.
     try:
         array = (tensor.data if flags else tensor).numpy()
     except (TypeError, RuntimeError):
@@ -147,7 +145,9 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
     else:
         code = NUMPY_CODES.get(array.dtype.num)
         if code is not None and array.flags.c_contiguous:
-            return TensorMeta(code, array.shape, packed.add_array(array), None, 0, flags)
+            return TensorMeta(code, array.shape, out.add_array(array), None, 0, flags)
+        if code is not None and not any(array.strides):  # one element, expanded: the gradient of sum()
+            return TensorMeta(code, array.shape, out.add_array(array.flat[:1]), array.strides, 0, flags)
     if not in_table(tensor):
         raise NotInTable
     device = None
@@ -157,7 +157,7 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
         device = device_for(tensor.device)
         tensor = tensor.cpu()
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return _pack_composite(tensor, flags, packed, device)
+        return _pack_composite(tensor, flags, out, device)
     if tensor.is_conj():
         tensor, flags = tensor.conj(), flags | _CONJUGATE
     if tensor.is_neg():
@@ -171,31 +171,31 @@ def _pack_one(tensor: Tensor, packed: Packed, device_for: DeviceMap) -> TensorMe
         else:
             stride = tensor.stride()
     size = tensor.nbytes if stride is None else span(tensor) * tensor.itemsize
-    if packed.inlines(size):
-        packed.buffers.append(ctypes.string_at(tensor.data_ptr(), size))
-        buffer = len(packed.buffers) - 1
+    if out.inlines(size):
+        out.buffers.append(ctypes.string_at(tensor.data_ptr(), size))
+        buffer = len(out.buffers) - 1
     else:
         start = int(tensor.storage_offset()) * tensor.itemsize
-        buffer = packed.add_array(_memory(tensor, start, size))
+        buffer = out.add_array(_memory(tensor, start, size))
     return TensorMeta(
         DTYPE_CODES[tensor.dtype], tuple(tensor.shape), buffer, gaps or stride, 0, flags, 0, (), (), device
     )
 
 
 def _has_small_gaps(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> bool:
-    """Whether a view gets its gaps back on the other side: a big one would need much memory for them there."""
+    """Whether the receiver restores the gaps of a view; those of a big view would take much memory there."""
     extent = sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1
     return 0 not in stride and 0 not in shape and extent * itemsize <= INLINE_LIMIT
 
 
 def _memory(tensor: Tensor, start: int, size: int) -> NDArray[np.uint8]:
-    """The bytes [start, start + size) of the tensor's storage, not copied."""
+    """The bytes [start, start + size) of the tensor's storage, without a copy."""
     flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage(), start, (size,), (1,))
     return flat.numpy()
 
 
-def _pack_composite(tensor: Tensor, flags: int, packed: Packed, device: str | None) -> TensorMeta:
-    """Sparse and quantised tensors: a few plain ones and how to put them together."""
+def _pack_composite(tensor: Tensor, flags: int, out: OutgoingBuffers, device: str | None) -> TensorMeta:
+    """Sparse and quantised tensors: their plain parts, and how to combine them."""
     detached = tensor.detach()
     scalars: tuple[float, ...] = ()
     if tensor.layout is torch.sparse_coo:
@@ -217,19 +217,19 @@ def _pack_composite(tensor: Tensor, flags: int, packed: Packed, device: str | No
     else:
         raise SerializationError(f"a tensor of layout {tensor.layout} cannot be sent: call .to_dense() on it first")
     metas = tuple(
-        _pack_one(part if span(part) >= part.numel() else part.contiguous(), packed, lambda _: None) for part in parts
+        _pack_one(part if span(part) >= part.numel() else part.contiguous(), out, lambda _: None) for part in parts
     )
     return TensorMeta(
         DTYPE_CODES[tensor.dtype], tuple(tensor.shape), -1, None, 0, flags, layout, metas, scalars, device
     )
 
 
-def _pack_shared(tensor: Tensor, region: Region, packed: Packed) -> TensorMeta:
+def _pack_shared(tensor: Tensor, region: Region, out: OutgoingBuffers) -> TensorMeta:
     if region.buffer < 0:
-        # Elements are addressed in their own size, so the region begins where the widest one is aligned.
+        # Offsets are in elements, so the region must begin at a multiple of its widest element.
         widest = max(member.itemsize for member in region.members)
         region.start -= region.start % widest
-        region.buffer = packed.add_array(_memory(tensor, region.start, region.end - region.start))
+        region.buffer = out.add_array(_memory(tensor, region.start, region.end - region.start))
     flags = _flags(tensor)
     flags |= _CONJUGATE if tensor.is_conj() else 0
     flags |= _NEGATIVE if tensor.is_neg() else 0
@@ -245,15 +245,22 @@ def _pack_shared(tensor: Tensor, region: Region, packed: Packed) -> TensorMeta:
 def unpack(metas: Sequence[TensorMeta], buffers: Sequence[Any], recorded: bool = False) -> list[Tensor]:
     """Rebuilds the tensors over the received memory, without copying it.
 
-    ``recorded``: plain ones that require a gradient are left without, for whoever gives them a history.
+    ``recorded``: a plain tensor that requires a gradient is returned without that flag, because the incoming
+    interceptor makes it the output of a recv.
     """
     storages: dict[int, Tensor] = {}
-    return [_unpack_one(meta, buffers, storages, recorded) for meta in metas]
+    try:
+        return [_unpack_one(meta, buffers, storages, recorded) for meta in metas]
+    except SerializationError:
+        raise
+    except Exception as error:  # torch raises many types, an AssertionError for a device that this host lacks
+        # Only the first line: a C++ stack trace may follow, and its addresses must not reach other workers.
+        raise SerializationError(f"cannot rebuild a tensor here: {str(error).partition(chr(10))[0]}") from error
 
 
 def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Tensor], recorded: bool) -> Tensor:
     if 0 <= meta.flags <= _REQUIRES_GRAD and meta.stride is None and meta.layout == _STRIDED and meta.device is None:
-        # The hot path, as in _pack_one.
+        # The fast path, as in _pack_one.
         numpy_dtype = NUMPY_DTYPES[meta.dtype] if 0 <= meta.dtype < len(NUMPY_DTYPES) else None
         buffer = buffers[meta.buffer]
         if numpy_dtype is not None and len(buffer):
@@ -289,14 +296,14 @@ def _unpack_one(meta: TensorMeta, buffers: Sequence[Any], storages: dict[int, Te
         tensor = tensor.to(meta.device)
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
-    # Where gradients are off, a result needs none, as if it had been computed here.
+    # Under no_grad a received tensor requires no gradient, like one computed here.
     return tensor.requires_grad_() if flags & _REQUIRES_GRAD and torch.is_grad_enabled() else tensor
 
 
 def _check_meta(meta: TensorMeta, dtype: torch.dtype) -> None:
-    """Refuses what the packing side never sends: torch crashes on a quantised tensor with a conjugate bit, say."""
+    """Refuses what ``pack`` never sends: torch crashes on a quantised tensor with a conjugate bit, for example."""
     dimensions = max(len(meta.shape), len(meta.stride or ()))
-    if dimensions > _MOST_DIMENSIONS:  # first: the product of thousands of sizes takes seconds
+    if dimensions > _MOST_DIMENSIONS:  # checked first: the product of thousands of sizes takes seconds
         raise SerializationError(f"a tensor of {dimensions:,} dimensions came, and {_MOST_DIMENSIONS} is the most")
     if math.prod(meta.shape) > _MOST_ELEMENTS:
         raise SerializationError(f"a tensor of shape {meta.shape} has more elements than torch can count")
@@ -319,7 +326,7 @@ def _contiguous(dtype: torch.dtype, shape: tuple[int, ...], buffer: Any) -> Tens
     try:
         flat = torch.frombuffer(buffer, dtype=dtype)
     except (ValueError, RuntimeError):
-        # frombuffer knows fewer dtypes than torch has; a storage takes any.
+        # frombuffer does not take all dtypes; a storage does.
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape, _contiguous_stride(shape))
     return flat.view(shape)
@@ -372,10 +379,10 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
         raise SerializationError("a part of a tensor has a gradient or a device of its own")
     parts = unpack(meta.parts, buffers)
     if any(part.nbytes > part.untyped_storage().nbytes() for part in parts):
-        # torch copies and searches the parts, and an expanded tensor can be far larger than what came.
+        # torch copies and searches the parts, and an expanded one can be far larger than the bytes received.
         raise SerializationError("a part of a tensor repeats its bytes")
-    # torch checks indices once and then trusts them.  The received memory may be shared, with another tensor of the
-    # same message or with the sender, so all parts but the elements themselves are copied before they are checked.
+    # torch checks indices once and then trusts them.  Another tensor of the message, or the sender, may share the
+    # received memory, so all parts except the elements are copied before they are checked.
     elements = 0 if meta.layout in (_QUANTIZED, _QUANTIZED_CHANNELS) else len(parts) - 1
     parts = [part if index == elements else part.clone() for index, part in enumerate(parts)]
     if meta.layout == _COO:
@@ -403,7 +410,7 @@ def _unpack_composite(meta: TensorMeta, buffers: Sequence[Any]) -> Tensor:
 
 
 def _check_channel_dtypes(values: Tensor, scales: Tensor, zeros: Tensor) -> None:
-    """Takes the dtypes that torch's own tensors have: it crashes when it reads a qint32 with floating zero points."""
+    """Allows only the dtypes that torch itself uses: it crashes on a qint32 tensor with floating zero points."""
     floating = zeros.dtype is torch.float32 and values.dtype is not torch.int32
     if scales.dtype not in (torch.float32, torch.float64) or not (zeros.dtype is torch.int64 or floating):
         raise SerializationError(
@@ -412,7 +419,7 @@ def _check_channel_dtypes(values: Tensor, scales: Tensor, zeros: Tensor) -> None
 
 
 def _check_compressed_indices(outer: Tensor, inner: Tensor) -> None:
-    """torch's own check reads ``inner[outer[i] : outer[i + 1]]`` before it knows that these are in range."""
+    """torch's own check reads ``inner[outer[i] : outer[i + 1]]`` before it has checked these bounds."""
     stored = inner.shape[-1] if inner.dim() else 0
     if (
         outer.dim() == 0

@@ -1,12 +1,13 @@
-"""Plain data as a tree that the header codec writes, and that cannot execute anything when it is read.
+"""Plain data as a tree that the header codec encodes; reading it cannot execute code.
 
-Scalars stand for themselves; everything else is a :class:`Node` with its tag and its parts.  Tensors and references are
-numbers into the tables beside the tree.
+Scalars represent themselves.  Everything else is a :class:`Node` with a tag and parts.  Tensors and references are
+indices into the tables beside the tree.
 
-Hashes of numbers and tuples are the same in every process, so a peer can choose keys that collide and make a dict take
-seconds to build.  Building all dicts and sets of a body may take ten times the CPU time that honest keys need: 2
-microseconds for each number or text, 10 for each tuple.  The time is checked between two keys.  Comparing two sets of
-sets can take far longer than building them, so neither an element of a set nor a key of a dict may hold a set of sets.
+Hashes of numbers and tuples are the same in every process, so a peer can choose colliding keys that make a dict take
+seconds to build.  So the CPU time for building all dicts and sets of a body is limited to ten times what ordinary keys
+need: 2 microseconds for each number or text, 10 for each tuple.  The time is checked between keys.  Comparing two sets
+of sets can take far longer than building them, so neither an element of a set nor a key of a dict may contain a set of
+sets.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from msgspec import Struct
 from msgspec.msgpack import Ext
 from torch import Tensor
 
@@ -25,7 +27,7 @@ from telegrad.errors import SerializationError
 
 
 class Reference(Protocol):
-    """What the codec must know of an RRef, which it carries beside the tree."""
+    """The methods of an RRef that ``values`` uses to send it."""
 
     def __telegrad_share__(self, to: int, answered: bool) -> RRefFork: ...
 
@@ -33,38 +35,35 @@ class Reference(Protocol):
 
 
 class NotPlain(Exception):
-    """Something in the value needs pickle."""
+    """The value contains something that only pickle can send."""
 
 
 _SCALARS = frozenset((type(None), bool, int, float, str))
 _BYTES = 0  # the only kind of Ext
-#: Levels of containers.  A peer must not bring a thread near the end of its stack: a garbage collection may run there,
-#: and references whose ``__del__`` fails are never released.
+#: Levels of containers.  A peer must not be able to bring a thread near the end of its stack: a garbage collection may
+#: run there, and a reference whose ``__del__`` fails is never released.
 MOST_NESTED = 200
 
 _LIST, _TUPLE, _DICT, _SET, _FROZENSET, _TENSOR, _RREF, _COMPLEX = range(8)
 _DTYPE, _DEVICE, _SIZE, _BYTEARRAY, _SLICE, _ELLIPSIS, _RANGE = range(8, 15)
 
 _MOST_NESTED_SETS = 2  # sets inside each other; a key of a dict counts as an element of a set
-_KEYS_AT_ONCE = 128  # keys without parts, which may all collide: 0.2 ms
+_KEYS_AT_ONCE = 128  # keys that are inserted between two checks; if all of them collide: 0.2 ms
 _SECONDS_PER_KEY = 2e-6
 _SECONDS_PER_COMPOSITE_KEY = 10e-6  # a tuple or a frozenset
-_SECONDS_PER_ITEM = 0.1e-6  # of all containers: a tuple with many items takes longer to hash and to compare
-_SECONDS_TO_SPARE = 0.05  # for a garbage collection, a resize of a big table
+_SECONDS_PER_ITEM = 0.1e-6  # of all containers: long tuples take longer to hash and compare
+_SECONDS_TO_SPARE = 0.05  # for a garbage collection or the resizing of a big table
 
 
-class TreeWriter:
+class TreeWriter(Struct):
     """Walks a value once, collecting its tensors and references."""
 
-    __slots__ = ("depth", "nested_sets", "positions", "rrefs", "seen", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.positions: dict[int, int] = {}  # id(tensor) -> index, so that one tensor stays one
-        self.rrefs: list[Reference] = []
-        self.seen: set[int] = set()
-        self.depth = 0
-        self.nested_sets = 0
+    tensors: list[Tensor] = []
+    positions: dict[int, int] = {}  # id(tensor) -> index: a tensor that occurs twice is sent once
+    rrefs: list[Reference] = []
+    seen: set[int] = set()
+    depth: int = 0
+    nested_sets: int = 0
 
     def tensor(self, tensor: Tensor) -> int:
         index = self.positions.get(id(tensor))
@@ -81,7 +80,7 @@ class TreeWriter:
         kind = type(value)
         if kind in _SCALARS:
             return value  # type: ignore[no-any-return]
-        if kind is Tensor:  # these two come with every call, and are not looked up
+        if kind is Tensor:  # the two most common types, without a lookup
             return Node(_TENSOR, [self.tensor(value)])
         if kind is tuple:
             return self.items(_TUPLE, value)
@@ -114,7 +113,7 @@ class TreeWriter:
         return Node(_DICT, [part for item in zip(keys.parts, values.parts, strict=True) for part in item])
 
     def once(self, value: Any) -> TreeWriter:
-        # A container that occurs twice (or in itself) must stay one object: pickle can say that, the tree cannot.
+        # A container that occurs twice, or in itself, must stay one object, which pickle can express and a tree cannot.
         if id(value) in self.seen:
             raise NotPlain
         self.seen.add(id(value))
@@ -139,17 +138,16 @@ _WRITERS: dict[type, Callable[[TreeWriter, Any], Tree]] = {
 }
 
 
-class TreeReader:
-    __slots__ = ("depth", "item_count", "key_allowance", "key_seconds", "nested_sets", "rrefs", "tensors")
+class TreeReader(Struct):
+    """Builds a value from its tree, tensors and references."""
 
-    def __init__(self, tensors: Sequence[Tensor], rrefs: Sequence[Any]) -> None:
-        self.tensors = tensors
-        self.rrefs = rrefs
-        self.depth = 0
-        self.nested_sets = 0
-        self.item_count = 0
-        self.key_seconds = 0.0  # CPU time that keys took to insert
-        self.key_allowance = _SECONDS_TO_SPARE
+    tensors: Sequence[Tensor]
+    rrefs: Sequence[Any]
+    depth: int = 0
+    nested_sets: int = 0
+    item_count: int = 0
+    key_seconds: float = 0.0  # CPU time that keys took to insert
+    key_allowance: float = _SECONDS_TO_SPARE
 
     def read(self, node: Tree) -> Any:
         if type(node) is Node:
@@ -186,9 +184,9 @@ class TreeReader:
         return keys
 
     def insert_all(self, keys: Sequence[Any], at_once: int, insert: Callable[[slice], None]) -> None:
-        """Inserts keys in chunks; stops when those of this body take far longer than keys of any honest program."""
+        """Inserts keys in chunks; raises if the keys of this body take far longer than ordinary ones."""
         for key in keys:
-            hash(key)  # text and bytes keep theirs: that of a long one is no sign of a collision
+            hash(key)  # not timed: text and bytes cache their hash, and hashing a long one is not a collision
         per_chunk = _SECONDS_PER_COMPOSITE_KEY if at_once == 1 else at_once * _SECONDS_PER_KEY
         for_items = self.item_count * _SECONDS_PER_ITEM
         start = time.thread_time() - self.key_seconds
@@ -228,12 +226,12 @@ def _read_set(reader: TreeReader, parts: list[Any]) -> set[Any]:
 
 
 def _keys_at_once(parts: list[Any]) -> int:
-    """How many keys are inserted without a look at the time: one alone where they have parts to compare."""
+    """Number of keys to insert between two checks of the time: 1 if they have parts to compare."""
     return 1 if any(type(part) is Node for part in parts) else _KEYS_AT_ONCE
 
 
 def _read_bytearray(reader: TreeReader, parts: list[Any]) -> bytearray:
-    return bytearray(memoryview(reader.read(parts[0])))  # of a number, bytearray would make that many zeros
+    return bytearray(memoryview(reader.read(parts[0])))  # bytearray(n) of a number would make n zeros
 
 
 _READERS: dict[int, Callable[[TreeReader, list[Any]], Any]] = {

@@ -1,117 +1,120 @@
-"""Python values to bodies and back.
+"""Python values to message bodies and back.
 
 Plain data (None, numbers, text, bytes, containers of them, tensors, references) becomes a tree that the header codec
-writes; reading it back cannot execute anything.  Whatever else is in a value sends the whole value through pickle,
-which only an authenticated peer's bytes ever reach, and which ``allow_pickle=False`` switches off.
+encodes; reading it cannot execute code.  A value with anything else in it is pickled as a whole.  Only pickles from
+authenticated peers are loaded, and ``allow_pickle=False`` turns pickle off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec import Raw, Struct
 from torch import Tensor
 
+from telegrad._wire.codec import encode
 from telegrad._wire.frames import MAX_HEADER
 from telegrad._wire.messages import EMPTY_BODY, Body, RRefFork, TensorMeta
 from telegrad._wire.pickles import advice_on, dump, load
-from telegrad._wire.tensors import DeviceMap, Lane, NotInTable, Packed, Segment, in_table, no_device_map
+from telegrad._wire.tensors import (
+    CopyToSegment,
+    DeviceMap,
+    NotInTable,
+    OutgoingBuffers,
+    Segment,
+    in_table,
+    no_device_map,
+)
 from telegrad._wire.tensors import pack as pack_tensors
-from telegrad._wire.tensors import unpack as unpack_tensors
 from telegrad._wire.tree import NotPlain, Reference, TreeReader, TreeWriter
 from telegrad.errors import SerializationError, TelegradError
 
 
 @dataclass(slots=True)
 class Route:
-    """What the way to one peer allows."""
+    """How values for one peer are packed."""
 
     to: int
     allow_pickle: bool = True
     allow_cloudpickle: bool = True
-    same_main: bool = True  # the peer runs the same main program, so names in it mean the same there
+    same_main: bool = True  # the peer runs the same main program, so names in ``__main__`` mean the same there
     device_for: DeviceMap = no_device_map
-    # The outgoing interceptor: sees the tensors of a body, returns what its twin should know.
+    # The outgoing interceptor: is given the tensors of a body, returns the body's ``extra``.
     outgoing: Callable[[int, list[Tensor]], Any] | None = None
 
 
-@dataclass(slots=True)
-class Parcel:
-    """A body on its way out, with the memory that goes beside the header."""
+class PackedValue(Struct):
+    """A body to send, and the memory that goes beside its header."""
 
     body: Body = EMPTY_BODY
     stream: Sequence[memoryview] = ()
-    segments: Sequence[Segment] = ()  # must stay as they are until the receiver gives them back
-    lent: Sequence[Reference] = ()  # must not go before the answer comes
+    segments: Sequence[Segment] = ()  # not to be reused until the receiver releases them
+    lent: Sequence[Reference] = ()  # to be kept alive until the answer comes
 
 
-EMPTY_PARCEL = Parcel()
+PACKED_NONE = PackedValue()
+
+#: The fields of a Body that hold the value itself: all up to ``tensors``.
+_Fields = tuple[Any, int, tuple[int, ...], tuple[Any, ...], tuple[TensorMeta, ...]]
 
 
-def pack(
-    value: Any, route: Route, encode_tree: Callable[[Any], bytes], lane: Lane | None = None, answered: bool = False
-) -> Parcel:
-    """Turns a value into a parcel for one peer.
+def pack(value: Any, route: Route, to_segment: CopyToSegment | None = None, answered: bool = False) -> PackedValue:
+    """Packs a value for one peer.
 
-    ``encode_tree`` tries the tree, so that its failure is known here.  Big buffers go by the lane, if there is one.
-    ``answered``: it is the body of a request, so references may be lent to their owner instead of shared.
+    ``to_segment`` copies big buffers into shared memory.  ``answered``: the value belongs to a request, so references
+    may be lent to their owner instead of shared.
     """
-    packed = Packed(lane)
     try:
-        writer, body = _write(value, route, encode_tree, packed)
+        writer, out, fields = _write(value, route, to_segment)
     except SerializationError as error:
-        raise _located(value, route, encode_tree, error, answered) from error.__cause__
+        raise _located(value, route, error, answered) from error.__cause__
+    extra = route.outgoing(route.to, writer.tensors) if route.outgoing is not None else None
     if not writer.rrefs:
-        return Parcel(body, packed.stream, packed.segments)
-    # Last, when nothing can fail any more: from here on the ledger counts on these references to arrive.
+        return PackedValue(Body(*fields, (), extra), out.stream, out.segments)
+    # The last step, because nothing may fail after it: the ledger expects these references to arrive.
     rrefs = _share(writer.rrefs, route.to, answered)
     lent = [reference for reference, fork in zip(writer.rrefs, rrefs, strict=True) if fork.lent]
-    return Parcel(msgspec.structs.replace(body, rrefs=rrefs), packed.stream, packed.segments, lent)
+    return PackedValue(Body(*fields, rrefs, extra), out.stream, out.segments, lent)
 
 
-def _write(value: Any, route: Route, encode_tree: Callable[[Any], bytes], packed: Packed) -> tuple[TreeWriter, Body]:
-    """A body without its references."""
-    pickle_index = -1
-    pickle_buffers: tuple[int, ...] = ()
+def _write(value: Any, route: Route, to_segment: CopyToSegment | None) -> tuple[TreeWriter, OutgoingBuffers, _Fields]:
+    """The tensors and references of a value, its buffers, and its part of the body."""
+    out = OutgoingBuffers(to_segment)
     try:
         writer = TreeWriter()
-        tree = writer.write(value)
-        if len(encode_tree(tree)) > MAX_HEADER // 2:
-            raise NotPlain  # the header has no room for it; a pickle goes beside the header
-        metas, extra = _pack_tensors(writer.tensors, packed, route)
+        tree = encode(writer.write(value))
+        if len(tree) > MAX_HEADER // 2:
+            raise NotPlain  # too long for the header; a pickle goes beside it
+        metas = pack_tensors(writer.tensors, out, route.device_for) if writer.tensors else ()
+        return writer, out, (Raw(tree), -1, (), tuple(out.buffers), metas)
     except (NotPlain, NotInTable, RecursionError, OverflowError, UnicodeEncodeError, TypeError, KeyError) as reason:
         if isinstance(reason, TelegradError):
             raise
         if not route.allow_pickle:
             raise SerializationError(
                 f"cannot send a value of type {type(value).__qualname__} without pickle (allow_pickle=False): "
-                f"only plain data, tensors and references can go"
+                f"only plain data, tensors and references can be sent"
             ) from reason
-        tree = None
-        packed.clear()
-        writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
-        pickle_index = packed.add(data)
-        pickle_buffers = tuple(packed.add(buffer.raw()) for buffer in out_of_band)
-        metas, extra = _pack_tensors(writer.tensors, packed, route)
-    body = Body(tree, pickle_index, pickle_buffers, tuple(packed.buffers), metas, (), extra)  # type: ignore[arg-type]
-    return writer, body
+    out = OutgoingBuffers(to_segment)
+    writer, data, out_of_band = dump(value, route.same_main, route.allow_cloudpickle)
+    pickle = out.add(data)
+    pickle_buffers = tuple(out.add(buffer.raw()) for buffer in out_of_band)
+    metas = pack_tensors(writer.tensors, out, route.device_for)
+    return writer, out, (None, pickle, pickle_buffers, tuple(out.buffers), metas)
 
 
 _DEEPEST_PATH = 16
 
 
-def _located(
-    value: Any, route: Route, encode_tree: Callable[[Any], bytes], error: SerializationError, argument: bool
-) -> SerializationError:
-    """The error of the smallest part of the value that cannot be sent, with the path to it and advice."""
-    route = replace(route, outgoing=None)
+def _located(value: Any, route: Route, error: SerializationError, argument: bool) -> SerializationError:
+    """The error of the smallest part of the value that cannot be sent, with advice; its ``path`` leads to that part."""
     path: list[str] = []
     while len(path) < _DEEPEST_PATH:
         for step, part in _parts_of(value, route.allow_pickle):
             try:
-                _write(part, route, encode_tree, Packed())
+                _write(part, route, None)
             except SerializationError as problem:
                 path.append(step)
                 value, error = part, problem
@@ -138,30 +141,30 @@ def _parts_of(value: Any, pickled: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _goes_by_attributes(kind: Any) -> bool:
-    """Whether pickle takes an object apart into its ``__dict__``."""
+    """Whether pickle sends an object of that class as its ``__dict__``."""
     own = [getattr(kind, name) is getattr(object, name) for name in ("__reduce_ex__", "__reduce__", "__getstate__")]
     return all(own) and "__dict__" in dir(kind)
 
 
 class Bundle:
-    """A list of tensors on its way to one peer, which may grow until it goes.  It needs no tree."""
+    """A list of tensors for one peer that may grow until it is sent.  It needs no tree."""
 
-    __slots__ = ("_extra", "_metas", "_packed", "_recorded", "_route")
+    __slots__ = ("_extra", "_metas", "_out", "_recorded", "_route")
 
-    def __init__(self, route: Route, lane: Lane | None = None, recorded: bool = True) -> None:
+    def __init__(self, route: Route, to_segment: CopyToSegment | None = None, recorded: bool = True) -> None:
         self._route = route
         self._recorded = recorded
-        self._packed = Packed(lane)
+        self._out = OutgoingBuffers(to_segment)
         self._metas: tuple[TensorMeta, ...] = ()
         self._extra: Any = None
 
     def add(self, tensors: list[Tensor]) -> None:
-        """Only the first may have tensors that need a gradient."""
+        """Packs more tensors.  Only those of the first call may require gradients."""
         try:
             for tensor in tensors:
                 if type(tensor) is not Tensor and not in_table(tensor):
                     raise NotInTable
-            self._metas += pack_tensors(tensors, self._packed, self._route.device_for)
+            self._metas += pack_tensors(tensors, self._out, self._route.device_for)
         except NotInTable:
             raise SerializationError("a tensor among them can only go through pickle") from None
         if self._recorded and self._route.outgoing is not None:
@@ -170,17 +173,17 @@ class Bundle:
 
     @property
     def is_small(self) -> bool:
-        """Whether all of it goes inside the header."""
-        return not (self._packed.stream or self._packed.segments)
+        """Whether all of its memory goes inside the header."""
+        return not (self._out.stream or self._out.segments)
 
-    def parcel(self) -> Parcel:
-        packed = self._packed
-        body = Body(buffers=tuple(packed.buffers), tensors=self._metas, extra=self._extra)  # type: ignore[arg-type]
-        return Parcel(body, packed.stream, packed.segments)
+    def packed(self) -> PackedValue:
+        out = self._out
+        body = Body(buffers=tuple(out.buffers), tensors=self._metas, extra=self._extra)  # type: ignore[arg-type]
+        return PackedValue(body, out.stream, out.segments)
 
 
 def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFork, ...]:
-    """Shares all of them or none."""
+    """Tells the ledger that these references are sent; if one fails, none is."""
     forks: list[RRefFork] = []
     try:
         for reference in references:
@@ -192,15 +195,10 @@ def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFo
     return tuple(forks)
 
 
-def _pack_tensors(tensors: list[Tensor], packed: Packed, route: Route) -> tuple[tuple[TensorMeta, ...], Any]:
-    metas = pack_tensors(tensors, packed, route.device_for) if tensors else ()
-    return metas, route.outgoing(route.to, tensors) if route.outgoing is not None else None
-
-
 def unpack(
     body: Body, buffers: Sequence[Any], rrefs: Sequence[Any], tensors: Sequence[Tensor], allow_pickle: bool
 ) -> Any:
-    """The value of a body whose buffers have all arrived and whose tensors and references are rebuilt."""
+    """The value of a body, from its buffers and its rebuilt tensors and references."""
     if body.pickle < 0:
         tree = body.tree
         if tree is None:
@@ -218,14 +216,3 @@ def unpack(
     except IndexError:
         raise SerializationError("a body names a buffer that it does not have") from None
     return load(data, out_of_band, tensors, rrefs)
-
-
-def tensors_of(body: Body, buffers: Sequence[Any], recorded: bool = False) -> list[Tensor]:
-    """``recorded``: as in ``tensors.unpack``."""
-    try:
-        return unpack_tensors(body.tensors, buffers, recorded) if body.tensors else []
-    except SerializationError:
-        raise
-    except Exception as error:  # torch raises whatever it likes, an AssertionError for a device that is not there
-        # A C++ stack may follow, whose addresses are not for others.
-        raise SerializationError(f"cannot rebuild a tensor here: {str(error).partition(chr(10))[0]}") from error

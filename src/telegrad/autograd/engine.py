@@ -45,7 +45,7 @@ from telegrad._wire.messages import (
     PlanWanted,
     TellMe,
 )
-from telegrad._wire.values import EMPTY_PARCEL
+from telegrad._wire.values import PACKED_NONE
 from telegrad.autograd.accumulate import Leaves
 from telegrad.autograd.backward_pass import Notes, Pass
 from telegrad.autograd.context import Context, Registry
@@ -341,7 +341,7 @@ class Engine:
 
         def pack(value: Any) -> Any:
             details.append(value)
-            return EMPTY_PARCEL
+            return PACKED_NONE
 
         failure, _ = failure_of(error, 0, self._agent.me.name, pack, tells_where=self._agent.options.allow_pickle)
         payload = PassFailed(pass_id, failure.worker, failure.type_name, failure.text, failure.traceback)

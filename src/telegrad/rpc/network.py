@@ -19,7 +19,7 @@ from telegrad._transport.base import Stream
 from telegrad._transport.dial import Address, dial
 from telegrad._transport.handshake import Identity
 from telegrad._transport.identity import Credentials
-from telegrad._transport.listener import Door, Listener
+from telegrad._transport.listener import Listener, ListeningSocket
 from telegrad._transport.sockets import is_loopback, listen_tcp, listen_unix
 from telegrad._transport.tls import Authority, load_authority, load_certificate, make_authority, tls_end
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
@@ -35,7 +35,7 @@ class Network:
         self.identity = identity
         self._options = options
         self._transports = usable_transports(options)
-        self._doors: list[Door] = []
+        self._listening: list[ListeningSocket] = []
         self._authority: Authority | None = None
         self._listener: Listener | None = None
         self._lock = threading.Lock()
@@ -45,7 +45,7 @@ class Network:
         try:
             if "unix" in self._transports:
                 sock, path = listen_unix()
-                self._doors.append(Door(sock))
+                self._listening.append(ListeningSocket(sock))
                 self.addresses.append(Address("unix", path))
             if "tcp" in self._transports:
                 self._open_tcp(key, near)
@@ -63,7 +63,7 @@ class Network:
             certificate = self._authority.sign(self.identity.name)
         self._client_tls = tls_end(certificate, self._authority, server_side=False)
         sock, (bound, port) = listen_tcp(_listen_host(options, near), options.port)
-        self._doors.append(Door(sock, tls_end(certificate, self._authority, server_side=True)))
+        self._listening.append(ListeningSocket(sock, tls_end(certificate, self._authority, server_side=True)))
         if bound in ("0.0.0.0", "::"):
             bound = _address_towards(near)  # it listens on all; the others need one
         self.addresses.append(Address("tcp", bound, port, certificate.fingerprint))
@@ -82,7 +82,7 @@ class Network:
         with self._lock:
             if not self._closed:
                 self._link_key = link_key
-                self._listener = Listener(self._doors, link_key, self.identity, admit)
+                self._listener = Listener(self._listening, link_key, self.identity, admit)
 
     def _accept_newcomer(self, agent: Agent, stream: Stream, peer: Identity, credentials: Credentials) -> None:
         assert self._listener is not None
@@ -164,16 +164,16 @@ class Network:
         if listener is not None:
             listener.close()
             return
-        for door in self._doors:
-            door.sock.close()
+        for listening in self._listening:
+            listening.sock.close()
 
     def disown(self) -> None:
         """In a forked child: gives up this process's descriptors."""
         if self._listener is not None:
             self._listener.disown()
             return
-        for door in self._doors:
-            door.sock.close()
+        for listening in self._listening:
+            listening.sock.close()
 
 
 def usable_transports(options: RpcBackendOptions) -> tuple[str, ...]:

@@ -74,8 +74,8 @@ def _well_formed(record: WorkerRecord) -> dict[str, bool]:
         "pid": 0 <= record.pid < 1 << 31,
         "host": record.host.isprintable() and len(record.host) <= 255,
         "addresses": len(record.addresses) <= 16 and all(map(_is_address, record.addresses)),
-        "lane_fd": -1 <= record.lane_fd < 1 << 31,
-        "lane_word": len(record.lane_word) <= 64,
+        "shared_memory_fd": -1 <= record.shared_memory_fd < 1 << 31,
+        "shared_memory_token": len(record.shared_memory_token) <= 64,
         "world_size": record.world_size == 0 or record.worker_id < record.world_size <= MAX_WORKERS,
         "nonce": len(record.nonce) == JOIN_NONCE,
     }
