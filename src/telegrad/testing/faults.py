@@ -71,7 +71,7 @@ class Fault:
 
 
 def _message_type(kind: type | str) -> type:
-    found = _MESSAGES.get(kind if isinstance(kind, str) else kind.__name__)
+    found: type | None = _MESSAGES.get(kind if isinstance(kind, str) else kind.__name__)
     if found is None:
         raise UsageError(f"no message {kind!r}; there are {', '.join(sorted(_MESSAGES))}")
     return found
