@@ -26,7 +26,7 @@ def die_at(moment: str) -> None:
     _suicide = moment
     if moment in ("discovery", "clean-up"):
         kind = Discover if moment == "discovery" else DropContext
-        current_worker().agent.mail.handlers[kind] = lambda *_: _die()
+        current_worker().agent.on_message(kind, lambda *_: _die())
 
 
 def _die() -> None:

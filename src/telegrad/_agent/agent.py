@@ -365,6 +365,10 @@ class Agent:
         """Whether the calling thread is one of this worker's own, which runs something for another worker."""
         return self.pool.runs_here()
 
+    def before_waiting(self, act: Callable[[], None] | None) -> Callable[[], None] | None:
+        """Sets what the calling thread does before it waits for another worker; returns what was set before."""
+        return self.pool.before_waiting(act)
+
     @contextmanager
     def blocking(self) -> Iterator[None]:
         """Around a wait for another worker: other threads take over what the calling thread would have done next."""

@@ -51,13 +51,22 @@ class Leaves:
             own.append((leaf, leaf.variable, mine))  # type: ignore[attr-defined]
         # A hook may change a gradient in place, so none runs before each has its own memory.
         for leaf, variable, gradient in own:
-            if not this.add_gradient(variable, gradient):
+            if self._hold_back(this, variable, gradient):
                 continue
+            this.context.add_gradient(variable, gradient)
             if post_accumulate_hooks(variable):
                 self._after_accumulation(this.context, variable)
             if self.after is not None:
                 with self.swapping.of([variable]):
                     self.after(leaf, gradient)
+
+    @staticmethod
+    def _hold_back(this: Pass, variable: Tensor, gradient: Tensor) -> bool:
+        """Whether the gradient waits for a reduction of DDP."""
+        if this.reductions is None:
+            return False
+        with this.lock:
+            return this.reductions.hold_back(variable, gradient)
 
     def _after_accumulation(self, context: Context, variable: Any) -> None:
         """Hooks that expect to find the sum in ``.grad``, and may change it there."""

@@ -31,7 +31,7 @@ def _engine() -> Engine:
 def context() -> AbstractContextManager[int]:
     """``with context() as context_id:`` what crosses between workers inside is recorded for ``backward``."""
     engine = _engine()
-    return Entered(engine.registry, engine.leave)
+    return Entered(engine.registry, engine.drop)
 
 
 def backward(
@@ -127,7 +127,7 @@ def debug_info() -> dict[str, Any]:
     contexts = list(engine.registry)
     return {
         "contexts": [repr(each) for each in contexts],
-        "passes": [repr(each) for each in engine.passes()],
+        "passes": [repr(each) for each in engine.passes],
         "sends": sum(len(each.sends) for each in contexts),
         "recvs": sum(each.recvs for each in contexts),
     }

@@ -268,10 +268,10 @@ class Registry:
 class Entered:
     """``with Entered(...) as context_id:`` a new context, current inside.  A generator would cost twice as much."""
 
-    __slots__ = ("_context", "_leave", "_registry")
+    __slots__ = ("_context", "_drop", "_registry")
 
-    def __init__(self, registry: Registry, leave: Callable[[Context], None]) -> None:
-        self._registry, self._leave = registry, leave
+    def __init__(self, registry: Registry, drop: Callable[[int], None]) -> None:
+        self._registry, self._drop = registry, drop
 
     def __enter__(self) -> int:
         self._context = enter(self._registry)
@@ -279,7 +279,7 @@ class Entered:
 
     def __exit__(self, *_: object) -> None:
         context_variable.set(None)
-        self._leave(self._context)
+        self._drop(self._context.id)
 
 
 def enter(registry: Registry) -> Context:

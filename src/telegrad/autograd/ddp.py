@@ -33,6 +33,7 @@ from telegrad._torch import (
     tensor_hooks,
 )
 from telegrad.autograd.context import Context, add_up
+from telegrad.errors import UsageError
 
 #: The DDP modules of this process, in the order in which they were found.  Replaced as a whole, under the lock.
 _modules: list[weakref.ref[DistributedDataParallel]] = []
@@ -154,7 +155,7 @@ class Reduction:
         known = self._gradients.get(id(leaf))
         self._gradients[id(leaf)] = (leaf, add_up(known[1], gradient) if known is not None else gradient)
 
-    def run(self, context: Context, swapping: Swapping) -> bool:
+    def run(self, context: Context, swapping: Swapping) -> None:
         """Waits for the other processes of the module's group."""
         parameters = _parameters(self.module)
         # The group, too: processes match its collectives by their order, so two modules must not mix theirs.
@@ -171,7 +172,6 @@ class Reduction:
             finally:
                 for parameter, gradient in zip(parameters, before, strict=True):
                     parameter.grad = gradient
-        return True
 
     def _hand_over(self) -> None:
         leaves = [leaf for leaf, _ in self._gradients.values()]
@@ -196,6 +196,51 @@ class Reduction:
         if module.find_unused_parameters and module.require_forward_param_sync and not module.static_graph:
             with torch.enable_grad():
                 module.reducer.prepare_for_backward([leaf.view_as(leaf) for leaf in leaves])
+
+
+class Reductions:
+    """The reductions of one pass on one worker."""
+
+    def __init__(self, jobs: Iterable[Any], reduced: dict[int, DistributedDataParallel], create_graph: bool) -> None:
+        """``reduced``: see ``reduced_parameters``."""
+        self._by_module: dict[int, Reduction] = {}
+        self._by_leaf: dict[int, Reduction] = {}
+        for job in jobs:
+            for leaf in job.unit.leaves:
+                module = reduced.get(id(leaf.variable))
+                if module is None:
+                    continue
+                if create_graph:
+                    raise UsageError("create_graph does not go through DistributedDataParallel, here as in torch")
+                if id(module) not in self._by_module:
+                    self._by_module[id(module)] = Reduction(module)
+                reduction = self._by_leaf[id(leaf.variable)] = self._by_module[id(module)]
+                reduction.waits_for.add(job)
+
+    def hold_back(self, leaf: Tensor, gradient: Tensor) -> bool:
+        """Adds to the gradient of a leaf that a module reduces; False if none does."""
+        reduction = self._by_leaf.get(id(leaf))
+        if reduction is not None:
+            reduction.add(leaf, gradient)
+        return reduction is not None
+
+    def after(self, jobs: Iterable[Any]) -> list[Reduction]:
+        """These jobs are done; returns the reductions that can get no more gradients and have some."""
+        ready = []
+        for key, reduction in list(self._by_module.items()):
+            reduction.waits_for.difference_update(jobs)
+            if not reduction.waits_for:
+                ready.append(self._by_module.pop(key))
+        return [reduction for reduction in ready if reduction]
+
+    def take_rest(self) -> list[Reduction]:
+        """The pass is over: no job will bring more."""
+        rest, self._by_module = self._by_module, {}
+        return [reduction for reduction in rest.values() if reduction]
+
+    def __bool__(self) -> bool:
+        """Whether gradients are held back."""
+        return any(self._by_module.values())
 
 
 def _move_group_last(module: DistributedDataParallel) -> Any:

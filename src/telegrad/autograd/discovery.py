@@ -14,14 +14,14 @@ from telegrad.autograd.termination import Termination
 
 
 class Plan:
-    __slots__ = ("curious", "known", "live", "started", "wave")
+    __slots__ = ("known", "live", "needs_plan", "started", "wave")
 
     def __init__(self, root: bool) -> None:
         self.wave = Termination(root)
         self.live: dict[int, set[int]] = {}  # message id → which of its tensors
         self.started = False  # at the root: the wave; elsewhere: it has come here
         self.known = False  # the wave has ended
-        self.curious: set[int] = set()  # who is to be told, as far as known here
+        self.needs_plan: set[int] = set()  # who is to be told, as far as known here
 
     def discovered(self, sends: Iterable[tuple[int, Iterable[int]]]) -> list[tuple[int, int]]:
         """Sends are live; those (message, part) of them that were not known to be."""
@@ -33,9 +33,9 @@ class Plan:
             known.update(parts)
         return new
 
-    def explored(self, by: int, count: int, owed: int, curious: Iterable[int]) -> None:
+    def explored(self, by: int, count: int, owed: int, needs_plan: Iterable[int]) -> None:
         self.wave.answered(by, count, owed)
-        self.curious.update(curious)
+        self.needs_plan.update(needs_plan)
 
     def ends(self) -> bool:
         """Whether the root finds, for the first time, that the wave has ended."""

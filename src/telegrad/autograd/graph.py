@@ -8,15 +8,15 @@ The walk is the price of every pass, about 1 us a node, so it is written plainly
 that two sources share.
 
 It has a trap: torch frees a long chain of nodes in a loop, but not once Python has seen them; then each node frees the
-next inside its own destructor, and a chain of some 20,000 overflows the stack.  So nodes of a big graph are kept, and
-let go of one by one (:class:`Graveyard`).
+next inside its own destructor, and a chain of some 20,000 overflows the stack.  So the nodes of a big graph are
+kept, and freed one by one (:class:`BigGraphs`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,7 @@ class Unit:
     leaves: list[Node] = field(default_factory=list)
     recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
     nodes: list[Node] = field(default_factory=list)  # all between; of a big graph only where sources meet
-    is_quick: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
+    recvs_last: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
 
 
 def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
@@ -94,7 +94,7 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
     is_small = len(owner) <= _FEW
     for unit in units:
         if is_small:
-            unit.is_quick = _is_quick(unit.nodes)
+            unit.recvs_last = _recvs_last(unit.nodes)
         elif len(unit.sources) == 1:
             unit.nodes = []
     return units, owner
@@ -103,7 +103,7 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
 _FEW = 4_000
 
 
-def _is_quick(nodes: Collection[Any]) -> bool:
+def _recvs_last(nodes: Collection[Any]) -> bool:
     """Whether recvs are older than all others, so that torch's engine comes to them last."""
     newest = oldest = None
     for node in nodes:
@@ -164,6 +164,20 @@ def has_hooks(leaf: Any) -> bool:
     return bool(tensor_hooks(variable)) or bool(post_accumulate_hooks(variable))
 
 
+def walk(edges: Iterable[Edge], seen: set[Node] | None = None) -> Iterator[Any]:
+    """The nodes that these edges lead to, down to leaves and recvs, without those that were ``seen``."""
+    seen = set() if seen is None else seen
+    todo = list(edges)
+    while todo:
+        node: Any = todo.pop()[0]
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if type(node) is not _RECEIVE:
+            todo.extend(node.next_functions)
+
+
 class Explorer:
     """What the live sources reach, as they become known one after the other."""
 
@@ -172,54 +186,45 @@ class Explorer:
         self._seen: set[Node] = set()
 
     def explore(self, edges: Iterable[Edge]) -> dict[Recv, set[int]]:
-        """Follows these edges; the recvs and tensors of them that were not known to be reached."""
+        """Follows these edges; returns the recvs, and tensors of them, that were not known to be reached."""
         new: dict[Recv, set[int]] = {}
-        seen = self._seen
-        todo = list(edges)
-        while todo:
-            node: Any = todo.pop()[0]
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in walk(edges, self._seen):
             if type(node) is _RECEIVE:
                 self.reached.setdefault(node.recv, set()).add(node.part)
                 new.setdefault(node.recv, set()).add(node.part)
-            else:
-                todo.extend(node.next_functions)
         return new
 
 
 DEEP = 4_000  # nodes: a smaller graph can be left to torch
-_ALONE = 3  # references to a node that only the graveyard holds: its set, a variable, and the question itself
-_ALONE_ON_TOP = _ALONE + 1  # and the set of tops
+_UNUSED = 3  # references to a node that only ``BigGraphs`` has: its set, a variable, and the argument of getrefcount
+_UNUSED_TOP = _UNUSED + 1  # and the set of tops
 
 
-class Graveyard:
-    """Big graphs whose contexts have ended.  Each is freed from its top, a node at a time, as far as nobody uses it."""
+class BigGraphs:
+    """Big graphs whose contexts have ended.  Each is freed from its top, node by node, as far as nothing uses it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs: list[tuple[set[Node], set[Node]]] = []
 
-    def bury(self, tops: Iterable[Node], nodes: set[Node]) -> None:
-        """``nodes`` may be referred to by nobody else who knows of it."""
+    def add(self, tops: Iterable[Node], nodes: set[Node]) -> None:
+        """The caller keeps no reference to ``nodes``."""
         with self._lock:
             self._graphs.append((nodes.intersection(tops), nodes))
 
-    def visit(self) -> None:
-        """Frees what has become free."""
+    def free_unused(self) -> None:
         if not self._graphs:
             return
         with self._lock:
-            self._graphs = [(tops, nodes) for tops, nodes in self._graphs if _dig(tops, nodes)]
+            self._graphs = [(tops, nodes) for tops, nodes in self._graphs if _free_from_top(tops, nodes)]
 
     def __len__(self) -> int:
         return sum(len(nodes) for _, nodes in self._graphs)
 
 
-def _dig(tops: set[Node], nodes: set[Node]) -> bool:
-    """Frees nodes from the top, each after all those above it; whether some are left, which somebody else holds."""
-    if all(sys.getrefcount(top) > _ALONE_ON_TOP for top in tops):
+def _free_from_top(tops: set[Node], nodes: set[Node]) -> bool:
+    """Frees each node after all those above it; returns whether some are left, which something else uses."""
+    if all(sys.getrefcount(top) > _UNUSED_TOP for top in tops):
         return True
     above = _count_above(nodes)
     todo = [top for top in tops if not above.get(id(top))]
@@ -230,8 +235,8 @@ def _dig(tops: set[Node], nodes: set[Node]) -> bool:
         tops.discard(node)
         if node not in nodes:
             continue
-        if sys.getrefcount(node) > _ALONE:
-            tops.add(node)  # in use: from here on the next time
+        if sys.getrefcount(node) > _UNUSED:
+            tops.add(node)  # in use: the next time goes on from here
             continue
         nodes.discard(node)
         for child, _ in node.next_functions:
@@ -239,7 +244,7 @@ def _dig(tops: set[Node], nodes: set[Node]) -> bool:
                 above[id(child)] -= 1
                 if not above[id(child)]:
                     todo.append(child)
-        child = node = None  # these would seem to use them; a leaf's node first, which must not live by Python alone
+        child = node = None  # these count as uses; a leaf's node first, which Python alone must not keep alive
     return bool(nodes)
 
 
