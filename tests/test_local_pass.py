@@ -47,7 +47,7 @@ def test_a_unit_of_one_source_runs_when_its_gradient_comes(fast: bool) -> None:
     assert job.sources == [2]
     assert states(local) == [State.WAITING, State.RUNNING]
     check(local)
-    local.done(job)
+    local.done([job])
     assert states(local) == [State.WAITING, State.DONE]
     check(local)
     assert local.arrived == {2}
@@ -57,7 +57,7 @@ def test_the_root_starts_from_its_roots() -> None:
     local = a_pass([ROOT], root=True)
     (job,) = local.came([ROOT])
     assert not local.flow.over
-    local.done(job)
+    local.done([job])
     assert local.flow.over
 
 
@@ -173,7 +173,7 @@ def test_a_run_blocks_at_a_source_that_has_not_come_and_goes_on_when_it_does() -
     assert (job.state, job.blocked_on) == (State.RUNNING, None)
     assert local.flow.active == 1
     check(local)
-    local.done(job)
+    local.done([job])
     check(local)
 
 
@@ -343,7 +343,7 @@ class Worker:
         left = self.running[job]
         if not left:
             del self.running[job]
-            self.local.done(job)
+            self.local.done([job])
         elif left[0] in self.local.arrived:
             left.pop(0)
         else:

@@ -19,6 +19,7 @@ from telegrad._wire.values import Bundle, Route
 from telegrad.autograd.accumulate import Leaves
 from telegrad.autograd.backward_pass import Pass
 from telegrad.autograd.context import Context
+from telegrad.autograd.functions import Recv
 from telegrad.autograd.graph import Unit
 from telegrad.autograd.local_pass import ROOT, Job, State
 from telegrad.autograd.run import GradientBatch, Run
@@ -133,7 +134,7 @@ def test_before_a_unit_waits_at_a_gate_what_was_collected_is_sent() -> None:
     """For that may be what the gradient waits for."""
     this, gradient = a_pass(), torch.ones(2)
     this._surveyed = True
-    this.local.surveyed([Unit([1, 2])])
+    this.local.surveyed([Unit([1, 2], recvs={Recv(0, LEFT, 1): {0}})])
     (job,) = this.local.jobs
     this.local.plan_known([1, 2])
     this.local.came([1])

@@ -53,6 +53,7 @@ class Pass:
         self._report = report
         self.roots = roots
         self.root_gradients = root_gradients
+        self._root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots] if roots else []
         self.timeout = timeout
         self.deadline = time.monotonic() + timeout if timeout else math.inf  # the other workers wait for the root
         self.lock = threading.Lock()
@@ -83,7 +84,7 @@ class Pass:
         if self._surveyed:
             return
         self._surveyed = True
-        sources: list[tuple[int, list[Edge]]] = [(ROOT, self._root_edges())] if self.is_root else []
+        sources: list[tuple[int, list[Edge]]] = [(ROOT, self._root_edges)] if self.is_root else []
         for message_id, send in reversed(list(self.context.sends.items())):
             sources.append((message_id, [(node, 0) for node in send.parts]))
         units, nodes = survey(sources)
@@ -92,9 +93,6 @@ class Pass:
             self.reductions = Reductions(self.local.jobs, modules, self.head.create_graph)
         if len(nodes) > DEEP:
             self.context.keep_graph([node for _, edges in sources for node, _ in edges if node is not None], nodes)
-
-    def _root_edges(self) -> list[Edge]:
-        return [(root.node, root.output_nr) for root in self.roots]
 
     # --- events -------------------------------------------------------------------------------------------------
 
@@ -127,18 +125,14 @@ class Pass:
 
     def finished(self, sender: int, message: Finished) -> None:
         """All that some of this worker's messages caused on another worker is done."""
-        self.local.add_reports(message.reports)
+        if message.reports:
+            self.local.add_reports(message.reports)
         self.local.flow.answered(sender, message.count, message.owed)
 
     def blocked(self, job: Job, message_id: int) -> None:
         """A unit stands at a gate."""
         if message_id not in self.gradients:
             self.local.blocked(job, message_id)
-
-    def done(self, jobs: Iterable[Job]) -> None:
-        """Units have run."""
-        for job in jobs:
-            self.local.done(job)
 
     def discovered(self, sender: int, message: Discover) -> None:
         """Sends of this worker are live, which the worker says that their tensors went to."""
@@ -169,7 +163,7 @@ class Pass:
     def _start_wave(self) -> None:
         if not self.plan.started:
             self.plan.started = True
-            self._explore(self._root_edges())
+            self._explore(self._root_edges)
 
     def _explore(self, edges: Sequence[Edge]) -> None:
         """Follows live edges to recvs, and tells the senders of the tensors that were received there."""
@@ -247,7 +241,7 @@ class Pass:
         edges: list[Edge] = []
         for source in job.sources:
             if source == ROOT:
-                edges += self._root_edges()
+                edges += self._root_edges
             else:
                 edges += self.send_edges((source, part) for part in self.live_parts(job, source))
         return Explorer().explore(edges)
@@ -286,13 +280,13 @@ class Pass:
 
     # --- waiting, and the end -------------------------------------------------------------------------------------
 
-    def wait_for(self, ready: Callable[[], bool]) -> bool:
-        """Waits until ``ready``, or until the pass has ended; False if the deadline comes first."""
+    def wait(self, message_id: int | None = None) -> bool:
+        """Waits for the end of the pass, or for the gradients of a message; False if the deadline comes first."""
         seconds = max(min(self.deadline - time.monotonic(), threading.TIMEOUT_MAX), 0.0)
         with self.lock:
             if self._changed is None:
                 self._changed = threading.Condition(self.lock)
-            return self._changed.wait_for(lambda: ready() or self.has_ended(), seconds)
+            return self._changed.wait_for(lambda: message_id in self.gradients or self.has_ended(), seconds)
 
     def notify(self) -> None:
         """Wakes the threads that wait; under the lock."""

@@ -1,9 +1,9 @@
 """``DistributedDataParallel`` in a backward across workers.
 
-Its reducer listens on the AccumulateGrad nodes of its parameters, which a pass captures and does not run.  So what such
-leaves get is held back until no more can come from this worker's graph, and then all their AccumulateGrad nodes run in
-one call of torch's engine: the reducer sees each of them once, averages over its process group, and leaves the average
-in ``.grad``, from where it goes into the context.
+Its reducer has hooks on the AccumulateGrad nodes of its parameters, which a pass captures and does not run.  So the
+gradients of such leaves are held back until no more can come from this worker's graph.  Then all their AccumulateGrad
+nodes run in one call of torch's engine: the reducer sees each of them once, averages over its process group, and leaves
+the average in ``.grad``, from where it goes into the context.
 
     units of this worker ──▶ held back ──▶ AccumulateGrad ──▶ reducer ──▶ .grad ──▶ context
 """
@@ -89,11 +89,11 @@ def _parameters(module: DistributedDataParallel) -> list[Tensor]:
 
 
 class Swapping:
-    """Says who may use ``.grad`` of a parameter, for a while, for the gradients of a context.
+    """Gives one user at a time ``.grad`` of a parameter, for the gradients of a context.
 
     A step or a hook is short, and holds the lock of the worker: ``with swapping:``.  A reduction waits for other
-    processes, which may wait for a step here, so it must not hold that lock: it has its parameters ``lent``.  Whoever
-    needs ``.grad`` of these waits for their return with the lock released: ``with swapping.of(parameters):``.
+    processes, which may wait for a step here, so it must not hold that lock: its parameters are ``lent`` to it.  A step
+    or hook that needs ``.grad`` of these waits for their return with the lock released: ``with swapping.of(...):``.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Swapping:
 
     @contextmanager
     def of(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the lock is held, and no reduction has any of these."""
+        """Inside, the lock is held, and none of these is lent to a reduction."""
         with self._lock:
             if self._lent:
                 self._wait_for({id(each) for each in parameters})
@@ -117,7 +117,7 @@ class Swapping:
 
     @contextmanager
     def lent(self, things: Sequence[Any]) -> Iterator[None]:
-        """Inside, nobody else has any of these; the lock is not held."""
+        """Inside, no other thread uses any of these; the lock is not held."""
         own = {id(each) for each in things}
         with self._lock:
             self._wait_for(own)
@@ -134,14 +134,14 @@ class Swapping:
 
 
 class Reduction:
-    """What the parameters of one module get in one pass on one worker."""
+    """The gradients of the parameters of one module in one pass on one worker."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module = module
         self.waits_for: set[Any] = set()  # jobs that may bring more
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         # A module with a static graph reduces nothing before the end of its first backward, by a callback that it would
-        # hang onto the first call of torch's engine that comes by; but then nothing has been handed over yet.
+        # add to the next call of torch's engine; but that call may come before the gradients do.
         self._first = is_first_static_backward(module)
         if self._first:
             take_first_static_backward(module)
@@ -259,7 +259,7 @@ def _move_group_last(module: DistributedDataParallel) -> Any:
 
 
 def _take_hooks(leaves: Iterable[Tensor]) -> list[dict[Any, Any]]:
-    """Tensor hooks have fired when the gradient was captured, and would again when the node runs."""
+    """Removes tensor hooks: they have fired when the gradient was captured, and would again when the node runs."""
     taken = []
     for leaf in leaves:
         hooks = tensor_hooks(leaf)

@@ -47,8 +47,8 @@ class Engine:
             steps = this.step(this.start)  # find the units of the graph, and which are ready
             self._carry_out(this, steps)  # run them, and send gradients to other workers
             self._wait(this)  # until all workers are done; handlers run what becomes ready here
-            self._check_nothing_is_missing(this)  # in FAST
-            self._reduce_what_is_left(this)  # for DistributedDataParallel
+            if this.local.reports:
+                self._take_reports(this)  # raise if gradients are missing; reduce for DistributedDataParallel
         except BaseException as error:
             this.fail(error)
             raise
@@ -83,18 +83,18 @@ class Engine:
                 # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
                 if (worker := this.awaited()) is not None:
                     self._agent.attend(worker, this.has_ended)
-                if not this.has_ended() and not this.wait_for(this.has_ended):
+                if not this.has_ended() and not this.wait():
                     raise too_late(self._agent, this)
         if not this.over:
             assert this.error is not None
             raise this.error
 
-    def _check_nothing_is_missing(self, this: Pass) -> None:
-        if any(report.missing for report in this.local.reports.values()):
+    def _take_reports(self, this: Pass) -> None:
+        """What workers have reported to be left when all are done."""
+        reports = this.local.reports.values()
+        if any(report.missing for report in reports):
             raise nothing_came(self._agent, this)
-
-    def _reduce_what_is_left(self, this: Pass) -> None:
-        if any(report.reduces for report in this.local.reports.values()):
+        if any(report.reduces for report in reports):
             reduce_everywhere(self._agent, this, self.reduce_rest)
 
     def reduce_rest(self, pass_id: PassId) -> None:

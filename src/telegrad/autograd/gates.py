@@ -71,7 +71,7 @@ def entries(this: Pass, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[T
 def wait_for_gradient(agent: Agent, this: Pass, message_id: int) -> None:
     """Waits until the gradients of a message have come; raises if they cannot come any more."""
     with agent.blocking():
-        if not this.wait_for(lambda: message_id in this.gradients):
+        if not this.wait(message_id):
             raise too_late(agent, this)
     if this.error is not None:
         raise copy_of(this.error)

@@ -1,14 +1,14 @@
 """Reading torch's graph: what a worker's sources reach, and which of them meet.
 
 A *source* is where gradients come in: the roots of a backward, or a message that was sent.  Sources that reach a
-common node form one *unit*, since that node must run once, with the sum of what they bring.  Leaves add gradients up as
-they come, so they join nobody, unless a hook of theirs wants to see the whole sum.
+common node form one *unit*, since that node must run once, with the sum of their gradients.  A leaf adds gradients up
+as they come, so it does not join sources, unless it has a hook, which must see the whole sum.
 
-The walk is the price of every pass, about 1 us a node, so it is written plainly: one loop, and no calls but for a leaf
-that two sources share.
+Every pass walks its graph, at about 1 us a node, so the walk is one loop without calls, except for a leaf that two
+sources share.
 
-It has a trap: torch frees a long chain of nodes in a loop, but not once Python has seen them; then each node frees the
-next inside its own destructor, and a chain of some 20,000 overflows the stack.  So the nodes of a big graph are
+torch frees a long chain of nodes in a loop, but not after Python has seen them: then each node frees the next inside
+its own destructor, and a chain of about 20,000 overflows the stack.  So the nodes of a big graph are
 kept, and freed one by one (:class:`BigGraphs`).
 """
 
@@ -39,27 +39,27 @@ class Unit:
 
     sources: list[int]
     leaves: list[Node] = field(default_factory=list)
-    recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
-    nodes: list[Node] = field(default_factory=list)  # all between; of a big graph only where sources meet
-    recvs_last: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
+    recvs: dict[Recv, set[int]] = field(default_factory=dict)  # with the parts that are reached
+    nodes: list[Node] = field(default_factory=list)  # all others; of a big graph only if sources meet
+    recvs_last: bool = False  # the graph is small, and torch's engine comes to the recvs last
 
 
 def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
-    """The units of these sources, each given as its name and the edges at which its gradients enter; and all nodes.
+    """The units of these sources, each given as its id and the edges at which its gradients enter; and all nodes.
 
-    Leaves are not among the nodes, for these may be kept for long, and a leaf's node must not be alive only because
-    Python holds it: then torch wants the GIL while it has the leaf's lock, and another thread may have it the other way
-    round.
+    Leaves are not among the nodes.  The nodes may be kept for long, and a leaf's node must not be alive only because
+    Python refers to it: then torch waits for the GIL while it holds the leaf's lock, and another thread may do it the
+    other way round.
     """
-    owner: dict[Node, int] = {}  # which source came to a node first
-    taker: dict[Recv, int] = {}  # and to a message: its gradients go together
-    holder: dict[Node, int] = {}  # and to a leaf, at which sources meet only if it has a hook
+    owner: dict[Node, int] = {}  # by node: the source that reached it first
+    taker: dict[Recv, int] = {}  # by message, whose gradients go together
+    holder: dict[Node, int] = {}  # by leaf, at which sources meet only if it has a hook
     meetings: list[tuple[int, int]] = []
     units: list[Unit] = []
     for index, (source, edges) in enumerate(sources):
         leaves: set[Node] = set()
         recvs: dict[Recv, set[int]] = {}
-        nodes: list[Node] = []  # to which no source came before
+        nodes: list[Node] = []  # that no source reached before
         todo = list(edges)
         while todo:
             node: Any = todo.pop()[0]
@@ -104,7 +104,7 @@ _FEW = 4_000
 
 
 def _recvs_last(nodes: Collection[Any]) -> bool:
-    """Whether recvs are older than all others, so that torch's engine comes to them last."""
+    """Whether recvs are older than all other nodes, so that torch's engine comes to them last."""
     newest = oldest = None
     for node in nodes:
         kind = type(node)
@@ -120,7 +120,7 @@ def _recvs_last(nodes: Collection[Any]) -> bool:
 
 
 def _joined(alone: Sequence[Unit], meetings: Iterable[tuple[int, int]]) -> list[Unit]:
-    """The units of sources of which some meet, made of what each reaches."""
+    """Joins the units of sources that meet."""
     parent = list(range(len(alone)))
     for one, other in meetings:
         parent[_find(parent, one)] = _find(parent, other)
@@ -149,13 +149,13 @@ def _find(parent: list[int], index: int) -> int:
 
 
 def is_leaf_alone(edges: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
-    """Whether a gradient enters right at a leaf, and only there: no need for torch's engine then."""
+    """Whether the only gradient enters right at a leaf: then torch's engine is not needed."""
     if len(edges) != 1 or type(edges[0].node) is not _ACCUMULATE:
         return False
     leaf: Any = edges[0].node
     variable, gradient = leaf.variable, gradients[0]
     if variable.dtype is not gradient.dtype or variable.device != gradient.device:
-        return False  # torch casts it, or refuses to
+        return False  # torch casts the gradient, or raises
     return not has_hooks(leaf)
 
 

@@ -130,7 +130,10 @@ class LocalPass:
             job.state = State.WAITING
             del self.needs_plan[job]
             self.flow.active -= 1
-        job.sources = sorted([source for source in sources if live is None or source in live], reverse=True)
+        if len(sources) == 1:
+            job.sources = sources
+        else:
+            job.sources = sorted([source for source in sources if live is None or source in live], reverse=True)
         if job.missing and not job.unit.recvs and not self.arrived.issuperset(job.sources):
             self._incomplete[job] = None
             return False
@@ -144,9 +147,10 @@ class LocalPass:
         self._incomplete[job] = None
         self.flow.active -= 1
 
-    def done(self, job: Job) -> None:
-        job.state = State.DONE
-        self.flow.active -= 1
+    def done(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.state = State.DONE
+            self.flow.active -= 1
 
     # --- what is missing ----------------------------------------------------------------------------------------
 

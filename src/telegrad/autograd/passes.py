@@ -87,8 +87,10 @@ class Passes:
         pass_id, root = head.pass_id, head.pass_id.root
         with self._lock:
             floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
-            over = [old for old in list(context.passes) if old.root == root and old.number < floor]
-            ended = [context.passes.pop(old) for old in over]
+            ended = []
+            for old in list(context.passes):
+                if old.root == root and old.number < floor:
+                    ended.append(context.passes.pop(old))
             if pass_id.number >= floor and pass_id not in context.passes:
                 context.passes[pass_id] = Pass(self._me, head, context, self.name_of, self._report)
             made: Pass | None = context.passes.get(pass_id)

@@ -24,7 +24,7 @@ from telegrad._wire.messages import Finished, Gradients, PassHead
 from telegrad._wire.values import Bundle
 from telegrad.autograd.accumulate import Leaves, address_of
 from telegrad.autograd.backward_pass import Message, Pass, Steps
-from telegrad.autograd.context import Scope
+from telegrad.autograd.context import Scope, context_variable
 from telegrad.autograd.ddp import Reduction
 from telegrad.autograd.diagnostics import lost_in_backward
 from telegrad.autograd.functions import ANCHOR, Recv
@@ -52,10 +52,19 @@ class GradientBatch:
 
     def add(self, message_id: int, gradients: dict[int, Tensor | None]) -> None:
         """Adds the gradients of one message.  They are packed now: the node may use their memory again."""
-        defined = [part for part, gradient in gradients.items() if gradient is not None]
-        undefined = [part for part, gradient in gradients.items() if gradient is None]
-        if defined:
-            self.tensors.add([_plain(gradient) for gradient in gradients.values() if gradient is not None])
+        tensors: list[Tensor] = []
+        defined: list[int] = []
+        undefined: list[int] = []
+        for part, gradient in gradients.items():
+            if gradient is None:
+                undefined.append(part)
+                continue
+            if isinstance(gradient, Parameter):  # a user may give one as a gradient, but it must not arrive as one
+                gradient = gradient.view_as(gradient)
+            defined.append(part)
+            tensors.append(gradient)
+        if tensors:
+            self.tensors.add(tensors)
         self._messages.append((message_id, tuple(defined), tuple(undefined)))
 
     @property
@@ -65,11 +74,6 @@ class GradientBatch:
 
     def message(self, head: PassHead) -> Gradients:
         return Gradients(head, tuple(self._messages), self.counted, self.finished)
-
-
-def _plain(gradient: Tensor) -> Tensor:
-    """A gradient is not a parameter, even if the user gave a Parameter as one."""
-    return gradient.view_as(gradient) if isinstance(gradient, Parameter) else gradient
 
 
 def unpack(messages: Iterable[MessageParts], tensors: Sequence[Tensor]) -> dict[int, dict[int, Tensor | None]]:
@@ -99,12 +103,13 @@ class Run:
     def carry_out(self, steps: Steps) -> None:
         """Sends messages and runs units, and goes on with what follows from these until nothing is left to do."""
         self._messages, jobs = steps
-        if jobs:
+        if self._messages:
             self.send()
         while jobs and self.this.error is None:
-            messages, jobs = self._run(self._choose(jobs))
+            messages, jobs = self._run(jobs if len(jobs) == 1 else self._choose(jobs))
             self._messages += messages
-        self.send()
+        if self._messages or self._batches:
+            self.send()
 
     def _choose(self, jobs: list[Job]) -> list[Job]:
         """Returns the units that this thread runs in one engine call; other threads get the others.
@@ -112,8 +117,6 @@ class Run:
         Units share a call if each has all its gradients and the engine comes to its recvs last: a call costs more than
         a small unit, and small units on several threads would only contend for the GIL.
         """
-        if len(jobs) == 1:
-            return jobs
         together = [job for job in jobs if job.unit.recvs_last and self.this.is_complete(job)] or jobs[:1]
         if len(together) < len(jobs):
             mine = set(together)
@@ -141,7 +144,7 @@ class Run:
                 if ready:
                     self.send()  # other workers of the process group may wait for it
                     reduce(self._agent, self._leaves, this, ready)
-            return this.step(this.done, jobs)
+            return this.step(this.local.done, jobs)
         except BaseException as error:
             this.fail(error)
             return [], []
@@ -161,26 +164,27 @@ class Run:
         self._job = jobs[0]  # the only one that may have a gate
         self._at_once = this.head.create_graph or not unit.recvs_last
         self._parts: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
+        entered = context_variable.set(this.context)
         outer_call = carry_in_engine(self)
         outer_wait = self._agent.before_waiting(self.send)  # a hook may wait for a worker that waits for a batch
         try:
-            with Scope(this.context):
-                results: list[Tensor | None] = list(
-                    run_engine(
-                        tuple(edges),
-                        tuple(gradients),
-                        this.head.retain_graph,
-                        this.head.create_graph,
-                        tuple(wanted),
-                        True,  # allow unused
-                        accumulate_grad=False,
-                    )
+            results: list[Tensor | None] = list(
+                run_engine(
+                    tuple(edges),
+                    tuple(gradients),
+                    this.head.retain_graph,
+                    this.head.create_graph,
+                    tuple(wanted),
+                    True,  # allow unused
+                    accumulate_grad=False,
                 )
-                gradients.clear()
-                this.forget_gradients(jobs)
-                if leaves:
-                    self._leaves.add(this, leaves, results)
+            )
+            gradients.clear()
+            this.forget_gradients(jobs)
+            if leaves:
+                self._leaves.add(this, leaves, results)
         finally:
+            context_variable.reset(entered)
             self._agent.before_waiting(outer_wait)
             carry_in_engine(outer_call)
 
@@ -209,9 +213,15 @@ class Run:
             batch = self._batches.get(to)
             if batch is None:
                 batch = self._batches[to] = self._new_batch(to)
-            this.memory_in_use.update([address_of(each) for each in parts.values() if each is not None])
-            with Scope(this.context):  # a thread of a device has none, and the batch may be recorded
-                batch.add(recv.message_id, self._parts.pop(recv))
+            for each in parts.values():
+                if each is not None:
+                    this.memory_in_use.add(address_of(each))
+            del self._parts[recv]
+            if this.head.create_graph:
+                with Scope(this.context):  # in which the gradients are recorded; a device's thread has none
+                    batch.add(recv.message_id, parts)
+            else:
+                batch.add(recv.message_id, parts)
             # On a device, other nodes run at the same time: little is left after the recvs on the CPU only.
             if not self._at_once and batch.may_grow and (gradient is None or gradient.is_cpu):
                 return
