@@ -103,7 +103,7 @@ def relay(to: str, tensor: Tensor) -> Tensor:
 
 
 def meeting_sources(one: str = "b", other: str = "c") -> Tensor:
-    """Every kind of message but those of failure: both sides are curious, and the wave comes back to its parent."""
+    """Every kind of message but those of failure: both sides need the plan, and the wave comes back to its parent."""
     x = leaf()
     with autograd.context() as context_id:
         shared = x * 1
@@ -116,7 +116,7 @@ def meeting_sources(one: str = "b", other: str = "c") -> Tensor:
 
 
 def far_source() -> None:
-    """Only b is curious, so it asks for the plan."""
+    """Only b needs the plan, so it asks for it."""
     x = leaf()
     with autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("b", relay, ("c", x)).sum()])

@@ -30,7 +30,7 @@ class Explored:
     to: int
     count: int
     owed: int
-    curious: tuple[int, ...]
+    needs_plan: tuple[int, ...]
 
 
 @dataclass
@@ -64,7 +64,7 @@ class World:
 
     def settle(self, worker: int) -> None:
         plan = self.plans[worker]
-        self.network += [Explored(worker, *answer, tuple(plan.curious)) for answer in plan.wave.settle()]
+        self.network += [Explored(worker, *answer, tuple(plan.needs_plan)) for answer in plan.wave.settle()]
         if worker == ROOT:
             self.ended += plan.ends()
 
@@ -77,10 +77,10 @@ class World:
                 new = plan.discovered(sends)
                 assert len(new) == len(set(new))
                 if worker in self.want and worker != ROOT:
-                    plan.curious.add(worker)
+                    plan.needs_plan.add(worker)
                 self.explore(worker, [(worker, *send) for send in new])
-            case Explored(source, _, count, owed, curious):
-                plan.explored(source, count, owed, curious)
+            case Explored(source, _, count, owed, needs_plan):
+                plan.explored(source, count, owed, needs_plan)
         self.settle(worker)
 
     def live(self) -> set[Target]:
@@ -102,7 +102,7 @@ class World:
         assert self.plans[ROOT].known == bool(self.ended)
         if self.ended:
             assert known == live
-            assert self.plans[ROOT].curious == {worker for worker, _, _ in live} & self.want - {ROOT}
+            assert self.plans[ROOT].needs_plan == {worker for worker, _, _ in live} & self.want - {ROOT}
 
 
 @st.composite
@@ -161,7 +161,7 @@ def test_the_wave_ends_once_when_all_have_answered() -> None:
     plan.explored(2, 1, 0, (2, 3))
     assert plan.ends()
     assert plan.known
-    assert plan.curious == {1, 2, 3}
+    assert plan.needs_plan == {1, 2, 3}
     assert not plan.ends()
 
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from telegrad.autograd import graph
 from telegrad.autograd.functions import Recv, receive, send_node
-from telegrad.autograd.graph import Edge, Explorer, Graveyard, Unit, has_hooks, survey
+from telegrad.autograd.graph import BigGraphs, Edge, Explorer, Unit, has_hooks, survey
 
 Source = tuple[int, list[Edge]]
 
@@ -117,7 +117,7 @@ def check_survey(sources: list[Source]) -> list[Unit]:
         assert len(unit.leaves) == len(set(unit.leaves))
         assert set(unit.leaves) == {node for node in all_nodes if is_leaf(node)}
         assert unit.recvs == recvs_of(edges)
-        assert unit.is_quick == recvs_are_oldest(all_nodes)
+        assert unit.recvs_last == recvs_are_oldest(all_nodes)
         if len(unit.sources) > 1:
             assert len(unit.nodes) == len(set(unit.nodes))
             assert set(unit.nodes) == {node for node in all_nodes if not is_leaf(node)}
@@ -288,7 +288,7 @@ def quick(*sources: list[Tensor]) -> list[bool]:
     """Of each source, which must not meet."""
     units = check_survey([(name, [edge(tensor) for tensor in tensors]) for name, tensors in enumerate(sources)])
     assert len(units) == len(sources)
-    return [unit.is_quick for unit in units]
+    return [unit.recvs_last for unit in units]
 
 
 # One walk is for a source that is alone, the other for several: a second one far from the first makes the difference.
@@ -341,7 +341,7 @@ def test_the_sends_above_do_not_count_against_it(beside: int) -> None:
     (tensor,) = received(1)
     sources: list[Source] = [(0, [(send_node(1, 0, tensor * 2), 0)])]
     sources += [(1 + number, [(send_node(2 + number, 0, leaf()), 0)]) for number in range(beside)]
-    assert all(unit.is_quick for unit in check_survey(sources))
+    assert all(unit.recvs_last for unit in check_survey(sources))
 
 
 def test_each_of_several_units_is_judged_by_its_own_nodes() -> None:
@@ -355,9 +355,9 @@ def test_sources_that_meet_are_quick_or_not_together() -> None:
     (tensor,) = received(1)
     after = tensor.exp()
     (unit,) = check_survey([(0, [edge(after * 2)]), (1, [edge(after * before)])])
-    assert not unit.is_quick
+    assert not unit.recvs_last
     (unit,) = check_survey([(0, [edge(after * 2)]), (1, [edge(after * 3)])])
-    assert unit.is_quick
+    assert unit.recvs_last
 
 
 @both_walks
@@ -370,8 +370,8 @@ def test_a_unit_of_many_nodes_is_not_quick(beside: int, monkeypatch: pytest.Monk
         return survey([(0, [edge(tensor)]), *others])[0][0]
 
     monkeypatch.setattr(graph, "_FEW", 20)
-    assert unit_of(20).is_quick
-    assert not unit_of(21).is_quick
+    assert unit_of(20).recvs_last
+    assert not unit_of(21).recvs_last
 
 
 def test_of_many_nodes_in_all_no_unit_is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +385,7 @@ def test_of_many_nodes_in_all_no_unit_is_quick(monkeypatch: pytest.MonkeyPatch) 
             for _ in range(length):
                 tensor = tensor + 1
             sources.append((length, [edge(tensor)]))
-        return [unit.is_quick for unit in survey(sources)[0]]
+        return [unit.recvs_last for unit in survey(sources)[0]]
 
     assert units_of_chains(8, 12) == [True, True]
     assert units_of_chains(9, 12) == [False, False]
@@ -407,46 +407,46 @@ def chain(length: int) -> tuple[Node, set[Node]]:
 
 
 def test_a_graph_that_nobody_uses_is_freed() -> None:
-    graveyard = Graveyard()
+    graphs = BigGraphs()
     top, nodes = chain(10)
-    graveyard.bury([top], nodes)
+    graphs.add([top], nodes)
     del nodes
-    assert len(graveyard) == 11
-    graveyard.visit()
-    assert len(graveyard) == 11, "somebody still holds the top"
+    assert len(graphs) == 11
+    graphs.free_unused()
+    assert len(graphs) == 11, "somebody still holds the top"
     del top
-    graveyard.visit()
-    assert len(graveyard) == 0
-    graveyard.visit()
+    graphs.free_unused()
+    assert len(graphs) == 0
+    graphs.free_unused()
 
 
 def test_what_is_still_in_use_is_freed_later() -> None:
-    graveyard = Graveyard()
+    graphs = BigGraphs()
     top, nodes = chain(10)
     middle: Any = top
     for _ in range(5):
         middle = middle.next_functions[0][0]
-    graveyard.bury([top], nodes)
+    graphs.add([top], nodes)
     del top, nodes
-    graveyard.visit()
-    assert len(graveyard) == 6
+    graphs.free_unused()
+    assert len(graphs) == 6
     del middle
-    graveyard.visit()
-    assert len(graveyard) == 0
+    graphs.free_unused()
+    assert len(graphs) == 0
 
 
 def test_a_graph_whose_paths_meet_is_freed_at_once() -> None:
-    graveyard = Graveyard()
+    graphs = BigGraphs()
     tensor = leaf()
     for _ in range(20):
         tensor = tensor + tensor * 2
     top: Any = tensor.grad_fn
     nodes = {node for node in reached([(top, 0)]) if not is_leaf(node)}
     assert len(nodes) == 40
-    graveyard.bury([top, top.next_functions[1][0]], nodes)  # of which the second lies below the first
+    graphs.add([top, top.next_functions[1][0]], nodes)  # of which the second lies below the first
     del tensor, top, nodes
-    graveyard.visit()
-    assert len(graveyard) == 0
+    graphs.free_unused()
+    assert len(graphs) == 0
 
 
 @pytest.mark.parametrize("function", ["chain", "residual"])
@@ -473,9 +473,9 @@ with cluster("a", "b") as workers, workers.on("a"):
             x = torch.ones(1, requires_grad=True)
             autograd.backward(context_id, [{function}(rpc.rpc_sync("b", {function}, (x,))).sum()])
         end = time.monotonic() + 20
-        while any(len(worker.autograd._graveyard) for worker in workers) and time.monotonic() < end:
+        while any(len(worker.autograd._context_end._graphs) for worker in workers) and time.monotonic() < end:
             time.sleep(0.01)
-        print([len(worker.autograd._graveyard) for worker in workers])
+        print([len(worker.autograd._context_end._graphs) for worker in workers])
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout == "[0, 0]\n[0, 0]\n", (done.returncode, done.stderr)

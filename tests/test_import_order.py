@@ -52,8 +52,11 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.context  telegrad.autograd.graph  telegrad.autograd.discovery
     telegrad.autograd.interceptors  telegrad.autograd.local_pass  telegrad.autograd.ddp
     telegrad.autograd.backward_pass
-    telegrad.autograd.diagnostics  telegrad.autograd.accumulate  telegrad.autograd.turn
-    telegrad.autograd.runner
+    telegrad.autograd.diagnostics  telegrad.autograd.accumulate
+    telegrad.autograd.gates
+    telegrad.autograd.run
+    telegrad.autograd.passes  telegrad.autograd.context_end
+    telegrad.autograd.handlers  telegrad.autograd.failure
     telegrad.autograd.engine
     telegrad.autograd.api
     telegrad.autograd

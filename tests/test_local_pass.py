@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from telegrad._wire.messages import Report
+from telegrad.autograd.functions import Recv
 from telegrad.autograd.graph import Unit
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass, State
 
 ME = 3
 
 
-def a_pass(*units: list[int], root: bool = False, fast: bool = False) -> LocalPass:
+def a_pass(*units: list[int], root: bool = False, fast: bool = False, recvs: bool = True) -> LocalPass:
     local = LocalPass(ME, root, fast)
-    local.surveyed([Unit(sources) for sources in units])
+    local.surveyed([Unit(sources, recvs={Recv(0, 0, 1): {0}} if recvs else {}) for sources in units])
     return local
 
 
@@ -26,9 +27,9 @@ def states(local: LocalPass) -> list[State]:
 
 
 def check(local: LocalPass) -> None:
-    busy = [job for job in local.jobs if job.state in (State.RUNNING, State.CURIOUS)]
+    busy = [job for job in local.jobs if job.state in (State.RUNNING, State.NEEDS_PLAN)]
     assert local.flow.active == len(busy), "or the pass would seem to be over, or never to be"
-    assert set(local.curious) == {job for job in local.jobs if job.state is State.CURIOUS}
+    assert set(local.needs_plan) == {job for job in local.jobs if job.state is State.NEEDS_PLAN}
     assert all(job.missing == len(set(job.unit.sources) - local.arrived) for job in local.jobs)
     assert all((job.blocked_on is not None) == (job.state is State.BLOCKED) for job in local.jobs)
     repr(local)
@@ -46,7 +47,7 @@ def test_a_unit_of_one_source_runs_when_its_gradient_comes(fast: bool) -> None:
     assert job.sources == [2]
     assert states(local) == [State.WAITING, State.RUNNING]
     check(local)
-    local.done(job)
+    local.done([job])
     assert states(local) == [State.WAITING, State.DONE]
     check(local)
     assert local.arrived == {2}
@@ -56,7 +57,7 @@ def test_the_root_starts_from_its_roots() -> None:
     local = a_pass([ROOT], root=True)
     (job,) = local.came([ROOT])
     assert not local.flow.over
-    local.done(job)
+    local.done([job])
     assert local.flow.over
 
 
@@ -73,18 +74,18 @@ def test_a_gradient_for_something_that_was_never_sent_is_an_error() -> None:
 
 def test_a_unit_of_several_sources_waits_for_the_plan() -> None:
     local = a_pass([1, 2, 3])
-    assert local.may_be_curious
-    assert not local.curious
+    assert local.may_need_plan
+    assert not local.needs_plan
     assert local.came([2]) == []
-    assert states(local) == [State.CURIOUS]
+    assert states(local) == [State.NEEDS_PLAN]
     check(local)
     assert local.came([3]) == []
-    assert states(local) == [State.CURIOUS]
+    assert states(local) == [State.NEEDS_PLAN]
     check(local)
     (job,) = local.plan_known([2, 3])
     assert job.sources == [3, 2], "the live ones, the newest first"
     assert states(local) == [State.RUNNING]
-    assert not local.may_be_curious
+    assert not local.may_need_plan
     check(local)
 
 
@@ -94,10 +95,10 @@ def test_a_unit_whose_sources_have_all_come_needs_no_plan(letters: list[list[int
     *early, last = letters
     for sources in early:
         assert local.came(sources) == []
-        assert states(local) == [State.CURIOUS]
+        assert states(local) == [State.NEEDS_PLAN]
     assert local.came(last) == local.jobs
     assert local.jobs[0].sources == [3, 2, 1]
-    assert not local.curious
+    assert not local.needs_plan
     check(local)
     assert local.plan_known([1, 2, 3]) == [], "it runs already"
     check(local)
@@ -107,7 +108,7 @@ def test_what_comes_twice_counts_once() -> None:
     local = a_pass([1, 2])
     assert not local.came([1])
     assert not local.came([1])
-    assert states(local) == [State.CURIOUS]
+    assert states(local) == [State.NEEDS_PLAN]
     check(local)
     assert len(local.came([1, 2])) == 1
     check(local)
@@ -141,17 +142,17 @@ def test_the_roots_are_newer_than_any_message() -> None:
     assert job.sources == [ROOT, 5, 1]
 
 
-def test_only_several_sources_make_curious() -> None:
-    assert not a_pass([1], [2]).may_be_curious
-    assert a_pass([1], [2, 3]).may_be_curious
-    assert not a_pass([1], [2, 3], fast=True).may_be_curious
+def test_only_a_unit_of_several_sources_may_need_the_plan() -> None:
+    assert not a_pass([1], [2]).may_need_plan
+    assert a_pass([1], [2, 3]).may_need_plan
+    assert not a_pass([1], [2, 3], fast=True).may_need_plan
 
 
 def test_units_of_one_source_do_not_wait_for_the_plan() -> None:
     local = a_pass([1, 2], [3])
     local.came([1])
     assert local.came([3]) == [local.jobs[1]]
-    assert states(local) == [State.CURIOUS, State.RUNNING]
+    assert states(local) == [State.NEEDS_PLAN, State.RUNNING]
     check(local)
 
 
@@ -172,7 +173,7 @@ def test_a_run_blocks_at_a_source_that_has_not_come_and_goes_on_when_it_does() -
     assert (job.state, job.blocked_on) == (State.RUNNING, None)
     assert local.flow.active == 1
     check(local)
-    local.done(job)
+    local.done([job])
     check(local)
 
 
@@ -185,6 +186,35 @@ def test_a_blocked_unit_lets_the_worker_answer() -> None:
     assert [answer.to for answer in local.flow.settle()] == [0]
 
 
+# --- units without recvs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_unit_that_no_other_worker_waits_for_runs_when_all_its_live_sources_have_come(fast: bool) -> None:
+    local = a_pass([1, 2, 3], fast=fast, recvs=False)
+    assert local.came([3]) == []
+    assert states(local) == [State.WAITING if fast else State.NEEDS_PLAN]
+    if not fast:
+        assert local.plan_known([1, 3]) == []
+    assert states(local) == [State.WAITING]
+    assert local.flow.active == 0, "only a message can go on with it"
+    assert local.missing() == ([1, 2] if fast else [1])
+    check(local)
+    if fast:
+        assert local.came([2]) == []
+    assert local.came([1]) == local.jobs
+    assert local.jobs[0].sources == ([3, 2, 1] if fast else [3, 1])
+    assert local.missing() == []
+    check(local)
+
+
+def test_a_unit_without_recvs_runs_at_once_if_the_plan_has_no_more_for_it() -> None:
+    local = a_pass([1, 2], recvs=False)
+    local.came([2])
+    assert local.plan_known([2]) == local.jobs
+    check(local)
+
+
 # --- FAST -------------------------------------------------------------------------------------------------------
 
 
@@ -193,7 +223,7 @@ def test_fast_takes_all_sources_for_live() -> None:
     (job,) = local.came([1])
     assert job is local.jobs[0]
     assert job.sources == [2, 1]
-    assert not local.curious
+    assert not local.needs_plan
     check(local)
 
 
@@ -252,16 +282,16 @@ def test_smart_reports_who_is_blocked() -> None:
 
 
 @given(st.permutations([Report(5, version, version % 3) for version in range(1, 6)] + [Report(6, 1, 4)]))
-def test_of_what_is_heard_the_newest_counts_in_any_order(reports: list[Report]) -> None:
+def test_of_what_is_reported_the_newest_counts_in_any_order(reports: list[Report]) -> None:
     local = a_pass([1])
     for report in reports:
-        local.heard([report])
+        local.add_reports([report])
     assert set(local.report()) == {Report(5, 5, 2), Report(6, 1, 4)}
 
 
-def test_what_was_heard_is_passed_on_with_the_own_report() -> None:
+def test_what_was_reported_is_passed_on_with_the_own_report() -> None:
     local = a_pass([1], fast=True)
-    local.heard([Report(7, 2, 1)])
+    local.add_reports([Report(7, 2, 1)])
     assert set(local.report()) == {Report(7, 2, 1), Report(ME, 1, 1)}
 
 
@@ -271,8 +301,8 @@ def test_what_was_heard_is_passed_on_with_the_own_report() -> None:
 class Worker:
     """Runs jobs as torch's engine would: from the newest source to the oldest, and blocks where one has not come."""
 
-    def __init__(self, units: list[list[int]], live: set[int], fast: bool) -> None:
-        self.local = a_pass(*units, fast=fast)
+    def __init__(self, units: list[list[int]], live: set[int], fast: bool, recvs: bool) -> None:
+        self.local = a_pass(*units, fast=fast, recvs=recvs)
         self.live = live
         self.on_the_way = sorted(live)
         self.running: dict[Job, list[int]] = {}  # and which sources are left to do
@@ -313,7 +343,7 @@ class Worker:
         left = self.running[job]
         if not left:
             del self.running[job]
-            self.local.done(job)
+            self.local.done([job])
         elif left[0] in self.local.arrived:
             left.pop(0)
         else:
@@ -329,7 +359,7 @@ def workers(draw: st.DrawFn) -> Worker:
             units[draw(st.integers(0, len(units) - 1))].append(source)
         else:
             units.append([source])
-    return Worker(units, draw(st.sets(st.sampled_from(sources))), draw(st.booleans()))
+    return Worker(units, draw(st.sets(st.sampled_from(sources))), draw(st.booleans()), draw(st.booleans()))
 
 
 @settings(max_examples=300)
@@ -348,7 +378,7 @@ def test_each_unit_that_is_reached_runs_once_with_all_its_live_sources(worker: W
             assert set(job.sources) == wanted
         else:
             assert worker.fast, "only FAST takes a dead source for live"
-            assert job.state is State.BLOCKED
+            assert job.state is (State.BLOCKED if job.unit.recvs else State.WAITING)
             assert job.blocked_on not in worker.live
     assert local.flow.quiet
     assert not worker.live & set(local.missing())

@@ -38,7 +38,8 @@ class FakeLink:
         self.held: dict[int, Any] = {}
         self.posted: list[SegmentReleased] = []
 
-    def post(self, message: SegmentReleased) -> None:
+    def send(self, message: SegmentReleased, lazily: bool) -> None:
+        assert lazily
         self.posted.append(message)
 
 

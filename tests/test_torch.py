@@ -92,6 +92,37 @@ def test_a_node_knows_what_enters_it() -> None:
     assert (tuple(metadata.shape), metadata.dtype, metadata.device) == ((2, 3), torch.float64, torch.device("cpu"))
 
 
+def test_a_node_sees_what_the_caller_of_the_engine_gave_it_to_carry() -> None:
+    """On the calling thread; tests/test_autograd_device.py shows it on the thread of a device."""
+    seen: list[Any] = []
+    weight = leaf()
+    weight.register_hook(lambda gradient: seen.append(_torch.carried_by_engine()))
+    assert _torch.carried_by_engine() is None
+    outer = _torch.carry_in_engine("this")
+    try:
+        weight.sum().backward()
+        assert _torch.carry_in_engine("another") == "this"
+        weight.sum().backward()
+    finally:
+        _torch.carry_in_engine(outer)
+    weight.sum().backward()
+    assert seen == ["this", "another", None]
+
+
+def test_what_the_engine_carries_is_kept_alive_no_longer_than_it_is_set() -> None:
+    value = leaf()
+    known = weakref.ref(value)
+    outer = _torch.carry_in_engine(value)
+    leaf().sum().backward()
+    _torch.carry_in_engine(outer)
+    del value
+    assert known() is None
+
+
+def test_cpu_nodes_do_not_run_on_a_device() -> None:
+    assert not _torch.runs_on_device(leaf().sum().grad_fn)
+
+
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
 

@@ -41,9 +41,35 @@ def set_sequence_number(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
+_CARRIED = "telegrad.autograd"  # the key under which the engine carries an object
+
+
+def carry_in_engine(value: Any) -> Any:
+    """Sets the object that the nodes of the next engine calls of this thread see, and returns the previous one.
+
+    The engine keeps such objects in its graph task, with the other state of the calling thread, and restores them on
+    each thread that runs nodes of the task.  The nodes of a device run on that device's own thread, which sees no
+    ``threading.local`` and no ``ContextVar`` of the caller.  ``_current_graph_task_id`` is the same on all of these
+    threads, but the caller does not know the id before the first node runs.
+    """
+    previous = carried_by_engine()
+    torch._C._stash_obj_in_tls(_CARRIED, value)
+    return previous
+
+
+def carried_by_engine() -> Any:
+    """What ``carry_in_engine`` was given for the engine call that runs the calling node; None outside of one."""
+    return torch._C._get_obj_in_tls(_CARRIED) if torch._C._is_key_in_tls(_CARRIED) else None
+
+
 def input_metadata(node: Any, output: int) -> Any:
     """Shape, dtype and device of what enters a node: for zeros in place of a missing gradient, and for messages."""
     return node._input_metadata[output]
+
+
+def runs_on_device(node: Any) -> bool:
+    """Whether the engine runs a node on the thread of a device, and not on the thread that called the engine."""
+    return any(metadata.device.type != "cpu" for metadata in node._input_metadata)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class Worker:
 
     def add_peer(self, record: WorkerRecord) -> Peer:
         route = self._make_route(record)
-        route.outgoing = self.autograd.attach.outgoing
+        route.outgoing = self.autograd.interceptors.outgoing
         return self.agent.add_peer(record, route)
 
     def _dial_peer(self, agent: Agent, peer: Peer, timeout: float) -> Link:

@@ -289,13 +289,13 @@ class Discover(_Record, frozen=True, tag=43):
 class Explored(_Record, frozen=True, tag=44):
     """All that ``count`` Discovers led to is explored, but for ``owed`` Discovers that went back to their sender.
 
-    ``curious``: the workers that want to know when the wave has ended.
+    ``needs_plan``: the workers that cannot go on before they know which of their sends are live.
     """
 
     pass_id: PassId
     count: int
     owed: int
-    curious: tuple[int, ...]
+    needs_plan: tuple[int, ...]
 
 
 class PlanWanted(_Record, frozen=True, tag=45):

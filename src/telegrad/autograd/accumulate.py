@@ -1,4 +1,4 @@
-"""Gradients that have come to a leaf: into the context, never into ``.grad``."""
+"""Puts the gradients of leaves into the context, never into ``.grad``."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from telegrad.autograd.ddp import Swapping
 
 class Leaves:
     def __init__(self) -> None:
-        self.swapping = Swapping()  # while a context's gradient stands in ``.grad``, for a hook or an optimizer
-        self.after: Callable[[Node, Tensor], None] | None = None  # called with each gradient that has come to a leaf
+        self.swapping = Swapping()  # while a gradient of a context is in ``.grad``, for a hook or an optimizer
+        self.after: Callable[[Node, Tensor], None] | None = None  # called with each leaf and its gradient
 
     def add(self, this: Pass, leaves: Sequence[Node], gradients: list[Tensor | None]) -> None:
-        """Adds what leaves got, and takes it out of the list: each leaf gets memory that no other gradient has.
+        """Adds the gradients of leaves, and takes them out of the list.  Each leaf gets memory of its own.
 
-        Where nothing else holds a gradient, its leaf takes it over, as ``AccumulateGrad`` does locally.  All else is
-        copied: what a custom function or a hook has kept, what several leaves got, and what goes to another worker.
+        If nothing else refers to a gradient, its leaf takes it over, as ``AccumulateGrad`` does locally.  Others are
+        copied: those that a custom function or a hook has kept, that several leaves got, or that go to another worker.
         """
         differentiable = this.head.create_graph
         own: list[tuple[Node, Any, Tensor]] = []
         addresses = [None if differentiable or each is None else _own_address(each) for each in gradients]
-        uses = Counter(addresses)
+        uses = Counter(addresses) if len(addresses) > 1 else {}
         for index, leaf in enumerate(leaves):
             gradient, address = gradients[index], addresses[index]
             gradients[index] = None
@@ -39,7 +39,7 @@ class Leaves:
                 continue
             if differentiable:
                 mine = gradient
-            elif address is None or uses[address] > 1 or address in this.memory_in_use:
+            elif address is None or uses.get(address, 1) > 1 or address in this.memory_in_use:
                 mine = gradient.detach().clone()
             else:
                 mine = gradient.data  # the same memory, in a tensor that does not keep the first one alive
@@ -49,10 +49,14 @@ class Leaves:
                     mine = mine.clone()
                 this.memory_in_use.add(address)
             own.append((leaf, leaf.variable, mine))  # type: ignore[attr-defined]
-        # A hook may change a gradient in place, so none runs before each has its own memory.
+        # A hook may change a gradient in place, so each has its own memory before the first hook runs.
         for leaf, variable, gradient in own:
-            if not this.add_gradient(variable, gradient):
-                continue
+            if this.reductions is not None:
+                with this.lock:
+                    held_back = this.reductions.hold_back(variable, gradient)
+                if held_back:
+                    continue
+            this.context.add_gradient(variable, gradient)
             if post_accumulate_hooks(variable):
                 self._after_accumulation(this.context, variable)
             if self.after is not None:
@@ -60,7 +64,7 @@ class Leaves:
                     self.after(leaf, gradient)
 
     def _after_accumulation(self, context: Context, variable: Any) -> None:
-        """Hooks that expect to find the sum in ``.grad``, and may change it there."""
+        """Calls hooks that expect the sum in ``.grad``, and may change it there."""
         with self.swapping.of([variable]):
             before = variable.grad
             variable.grad = context.gradient(variable)
@@ -73,14 +77,14 @@ class Leaves:
 
 
 def address_of(gradient: Tensor) -> int:
-    """Where the memory of a gradient begins; of a sparse one, that of its values: nothing changes its indices."""
+    """Address of the memory of a gradient; of a sparse one, of its values: nothing changes its indices."""
     if gradient.layout is torch.sparse_coo:
         gradient = sparse_parts(gradient)[1]
     return gradient.untyped_storage().data_ptr() if gradient.layout is torch.strided else 0
 
 
 def _own_address(gradient: Tensor) -> int | None:
-    """The address of a gradient that is all of its memory; None if a leaf cannot keep it as it is."""
+    """Address of a gradient that fills its memory; None if a leaf cannot keep it as it is."""
     if gradient.requires_grad or gradient.is_inference():
         return None
     if gradient.layout is torch.strided:

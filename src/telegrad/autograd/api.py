@@ -65,7 +65,7 @@ def context() -> AbstractContextManager[int]:
         weight there: [3.0, 4.0]
     """
     engine = _engine()
-    return Entered(engine.registry, engine.leave)
+    return Entered(engine.registry, engine.drop)
 
 
 def backward(
@@ -134,12 +134,12 @@ def backward(
     if any(isinstance(root, RRef) for root in roots):
         with Scope(known):
             tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
-    gradients = _root_gradients(tensors, grad_tensors)
+    edges, gradients = _roots(tensors, grad_tensors)
     # As in torch, a no_grad around it says nothing; but this thread will open what other workers send.
     with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
         engine.backward(
             known,
-            [_root_edge(tensor, index) for index, tensor in enumerate(tensors)],
+            edges,
             gradients,
             retain_graph or create_graph,
             create_graph,
@@ -148,33 +148,31 @@ def backward(
         )
 
 
-def _root_edge(root: Any, index: int) -> GradientEdge:
-    if not isinstance(root, Tensor):
-        raise UsageError(f"root {index} is a {type(root).__name__}, not a tensor or an RRef to one")
-    if not root.requires_grad:
-        raise UsageError(
-            f"root {index} needs no gradient: nothing that requires one was used to compute it"
-            + (", or it was computed inside no_grad" if root.is_leaf else "")
-        )
-    return get_gradient_edge(root)
-
-
-def _root_gradients(roots: Sequence[Any], given: Sequence[Tensor | None] | None) -> list[Tensor]:
+def _roots(roots: Sequence[Any], given: Sequence[Tensor | None] | None) -> tuple[list[GradientEdge], list[Tensor]]:
+    """The edges of the roots, and the gradients that enter there."""
     if given is not None and len(given) != len(roots):
         raise UsageError(f"{len(roots)} roots, but {len(given)} grad_tensors")
-    gradients = []
+    edges, gradients = [], []
     for index, root in enumerate(roots):
+        if not isinstance(root, Tensor):
+            raise UsageError(f"root {index} is a {type(root).__name__}, not a tensor or an RRef to one")
         gradient = given[index] if given is not None else None
         if gradient is None:
-            if isinstance(root, Tensor) and (root.numel() != 1 or root.is_complex()):
+            if root.numel() != 1 or root.is_complex():
                 what = "is complex" if root.is_complex() else f"has shape {list(root.shape)}"
                 raise UsageError(f"root {index} {what}: backward needs a scalar, or grad_tensors of its shape")
-            gradient = torch.ones_like(root) if isinstance(root, Tensor) else root
+            gradient = torch.ones_like(root)
         elif not isinstance(gradient, Tensor) or gradient.shape != root.shape:
             shape = list(gradient.shape) if isinstance(gradient, Tensor) else type(gradient).__name__
             raise UsageError(f"root {index} has shape {list(root.shape)}, but its grad_tensor {shape}")
+        if not root.requires_grad:
+            raise UsageError(
+                f"root {index} needs no gradient: nothing that requires one was used to compute it"
+                + (", or it was computed inside no_grad" if root.is_leaf else "")
+            )
+        edges.append(get_gradient_edge(root))
         gradients.append(gradient)
-    return gradients
+    return edges, gradients
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
@@ -243,7 +241,7 @@ def debug_info() -> dict[str, Any]:
     contexts = list(engine.registry)
     return {
         "contexts": [repr(each) for each in contexts],
-        "passes": [repr(each) for each in engine.passes()],
+        "passes": [repr(each) for each in engine.passes],
         "sends": sum(len(each.sends) for each in contexts),
         "recvs": sum(each.recvs for each in contexts),
     }

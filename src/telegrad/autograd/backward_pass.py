@@ -1,33 +1,38 @@
-"""One backward on one worker, with all that it holds: the graph, the gradients that came, the thread that waits."""
+"""The state of one backward pass on one worker, and what follows from each event.
+
+An event is a method that runs under the lock of the pass (``step``).  It records what happened, and ``step`` returns
+what to do next: messages to send and units to run.  Nothing is sent or run under the lock (see ``run``).
+"""
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
-from torch.nn.parallel import DistributedDataParallel
+from torch.autograd.graph import GradientEdge
 
-from telegrad._torch import input_metadata, sequence_number, set_sequence_number
-from telegrad._wire.messages import Discover, Explored, Finished, InternalMessage, PassHead, PlanKnown, PlanWanted
+from telegrad._agent.failures import copy_of
+from telegrad._wire.messages import Discover, Explored, Finished, Gradients, PassHead, PlanKnown, PlanWanted
 from telegrad.autograd.context import Context
-from telegrad.autograd.ddp import Reduction, reduced_parameters
+from telegrad.autograd.ddp import Reductions, reduced_parameters
 from telegrad.autograd.discovery import Plan
-from telegrad.autograd.functions import SEND_NODE, Recv
-from telegrad.autograd.graph import DEEP, Edge, Explorer, Unit, survey
+from telegrad.autograd.functions import Recv
+from telegrad.autograd.graph import DEEP, Edge, Explorer, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
-from telegrad.errors import UsageError
 
-Notes = list[tuple[int, InternalMessage]]
+Message = Discover | Explored | Finished | PlanKnown | PlanWanted
+Steps = tuple[list[tuple[int, Message]], list[Job]]  # messages with their receivers, and units to run
 
 
 class Pass:
-    """``lock`` guards all of it.  ``roots`` and ``root_gradients`` are there on the root only."""
+    """``lock`` guards all of it.  ``roots`` and ``root_gradients`` are given on the root only.
+
+    ``report`` is called with the first error of a pass that another worker is the root of.
+    """
 
     def __init__(
         self,
@@ -35,159 +40,182 @@ class Pass:
         head: PassHead,
         context: Context,
         name_of: Callable[[int], str],
+        report: Callable[[Pass, BaseException], None],
         roots: Sequence[GradientEdge] = (),
         root_gradients: Sequence[Tensor] = (),
+        timeout: float = 0.0,
     ) -> None:
         self.head = head
         self.id = head.pass_id
         self.is_root = self.id.root == worker
         self.context = context
         self._name_of = name_of
+        self._report = report
         self.roots = roots
-        self.root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots] if roots else []
         self.root_gradients = root_gradients
+        self._root_edges: list[Edge] = [(root.node, root.output_nr) for root in roots] if roots else []
+        self.timeout = timeout
+        self.deadline = time.monotonic() + timeout if timeout else math.inf  # the other workers wait for the root
         self.lock = threading.Lock()
-        self._changed: threading.Condition | None = None  # made by the first that waits
+        self._changed: threading.Condition | None = None  # made by the first thread that waits
         self.local = LocalPass(worker, self.is_root, head.fast)
-        self.gradients: dict[int, dict[int, Tensor | None]] = {}
-        self.told: set[int] = set()  # whom this worker drew into the pass
-        self.told_by: set[int] = set()  # the workers that drew this one in
-        self.asked = False  # the root knows, or will, that this worker is curious
-        self.over = False  # at the root: it ended well
+        self.gradients: dict[int, dict[int, Tensor | None]] = {}  # that have come: message id → part → gradient
+        self.drawn_in: set[int] = set()  # the workers that this one drew into the pass
+        self.drawn_in_by: set[int] = set()  # the workers that drew this one into it
+        self.over = False  # at the root: the pass ended well
         self.error: BaseException | None = None
-        self.timeout = 0.0
-        self.deadline = math.inf  # the root's; the others wait for as long as the root lives
-        self.reductions: dict[int, Reduction] = {}  # by module
-        self._held_back: dict[int, Reduction] = {}  # by id of a leaf: where its gradient goes before the context
+        self.reductions: Reductions | None = None
         self.memory_in_use: set[int] = set()  # addresses of gradients that were sent, or that a leaf has taken over
         self._surveyed = False
-        self._plan: Plan | None = None
+        self._plan_requested = False  # the root knows, or will know, that this worker needs the plan
+        self._plan: Plan | None = None  # most passes need none
         self._explorer: Explorer | None = None
+        self._messages: list[tuple[int, Message]] = []  # to be returned by ``step``
+        self._ready: list[Job] = []
 
     @property
     def plan(self) -> Plan:
-        """Made when it is first asked for, which may be done under the lock only: most passes need none."""
         if self._plan is None:
             self._plan = Plan(self.is_root)
         return self._plan
 
-    @property
-    def explorer(self) -> Explorer:
-        """What the wave found; as ``plan``."""
-        if self._explorer is None:
-            self._explorer = Explorer()
-        return self._explorer
-
-    def survey(self) -> None:
-        """Looks at the graph, once; under the lock."""
+    def _survey(self) -> None:
+        """Reads this worker's graph, once."""
         if self._surveyed:
             return
         self._surveyed = True
-        sources: list[tuple[int, Sequence[Edge]]] = [(ROOT, self.root_edges)] if self.is_root else []
+        sources: list[tuple[int, list[Edge]]] = [(ROOT, self._root_edges)] if self.is_root else []
         for message_id, send in reversed(list(self.context.sends.items())):
             sources.append((message_id, [(node, 0) for node in send.parts]))
         units, nodes = survey(sources)
         self.local.surveyed(units)
-        if reduced := reduced_parameters():
-            self._find_reductions(reduced)
+        if modules := reduced_parameters():
+            self.reductions = Reductions(self.local.jobs, modules, self.head.create_graph)
         if len(nodes) > DEEP:
             self.context.keep_graph([node for _, edges in sources for node, _ in edges if node is not None], nodes)
 
-    def _find_reductions(self, reduced: dict[int, DistributedDataParallel]) -> None:
-        for job in self.local.jobs:
-            for leaf in job.unit.leaves:
-                parameter = id(leaf.variable)  # type: ignore[attr-defined]
-                module = reduced.get(parameter)
-                if module is None:
-                    continue
-                if self.head.create_graph:
-                    raise UsageError("create_graph does not go through DistributedDataParallel, here as in torch")
-                if id(module) not in self.reductions:
-                    self.reductions[id(module)] = Reduction(module)
-                self.reductions[id(module)].waits_for.add(job)
-                self._held_back[parameter] = self.reductions[id(module)]
+    # --- events -------------------------------------------------------------------------------------------------
 
-    def reductions_after(self, jobs: Sequence[Job]) -> list[Reduction]:
-        """These jobs are done; the modules whose leaves can get no more.  Under the lock."""
-        ready = []
-        for key, reduction in list(self.reductions.items()):
-            reduction.waits_for.difference_update(jobs)
-            if not reduction.waits_for:
-                ready.append(self.reductions.pop(key))
-        return ready
-
-    def add_gradient(self, leaf: Tensor, gradient: Tensor) -> bool:
-        """Adds to what a leaf got; False if it is held back."""
-        reduction = self._held_back.get(id(leaf))
-        if reduction is None:
-            self.context.add_gradient(leaf, gradient)
-            return True
+    def step(self, event: Callable[..., None], *args: Any) -> Steps:
+        """Records an event; returns the messages to send and the units to run because of it."""
         with self.lock:
-            reduction.add(leaf, gradient)
-        return False
+            if self.error is not None:
+                return [], []
+            event(*args)
+            self._decide()
+            messages, self._messages = self._messages, []
+            ready, self._ready = self._ready, []
+        return messages, ready
 
-    def explore(self, edges: Sequence[Edge]) -> dict[int, dict[int, set[int]]]:
-        """Follows live edges; what was found, as worker → message → parts."""
-        found: dict[int, dict[int, set[int]]] = {}
-        for recv, parts in self.explorer.explore(edges).items():
+    def start(self) -> None:
+        """On the root, the gradients of the roots are there."""
+        self._survey()
+        self._ready = self.local.came([ROOT])
+
+    def came(self, sender: int, message: Gradients, gradients: dict[int, dict[int, Tensor | None]]) -> None:
+        """Gradients have come for sends of this worker."""
+        self._survey()
+        self.gradients.update(gradients)
+        self._ready = self.local.came(gradients)
+        for to, count, owed in self.local.flow.received(sender, message.counted):
+            self._messages.append((to, Finished(self.id, count, owed, ())))
+        if message.finished is not None:
+            self.finished(sender, message.finished)
+        self.notify()
+
+    def finished(self, sender: int, message: Finished) -> None:
+        """All that some of this worker's messages caused on another worker is done."""
+        if message.reports:
+            self.local.add_reports(message.reports)
+        self.local.flow.answered(sender, message.count, message.owed)
+
+    def blocked(self, job: Job, message_id: int) -> None:
+        """A unit stands at a gate."""
+        if message_id not in self.gradients:
+            self.local.blocked(job, message_id)
+
+    def discovered(self, sender: int, message: Discover) -> None:
+        """Sends of this worker are live, which the worker says that their tensors went to."""
+        self._survey()
+        for to, count, owed in self.plan.wave.received(sender, message.counted):
+            self._messages.append((to, Explored(self.id, count, owed, ())))
+        new = self.plan.discovered(message.sends)
+        if self.local.may_need_plan and not self._plan_requested and not self.is_root:
+            self._plan_requested = True
+            self.plan.needs_plan.add(self.local.worker)
+        self._explore(self.send_edges(new))
+
+    def explored(self, sender: int, message: Explored) -> None:
+        self.plan.explored(sender, message.count, message.owed, message.needs_plan)
+
+    def plan_wanted(self, sender: int) -> None:
+        """On the root, another worker needs the plan."""
+        if self.plan.known:
+            self._messages.append((sender, PlanKnown(self.id)))
+            return
+        self.plan.needs_plan.add(sender)
+        self._start_wave()
+
+    def plan_known(self) -> None:
+        self.plan.known = True
+        self._ready = self.local.plan_known(self.plan.live)
+
+    def _start_wave(self) -> None:
+        if not self.plan.started:
+            self.plan.started = True
+            self._explore(self._root_edges)
+
+    def _explore(self, edges: Sequence[Edge]) -> None:
+        """Follows live edges to recvs, and tells the senders of the tensors that were received there."""
+        if self._explorer is None:
+            self._explorer = Explorer()
+        found: dict[int, dict[int, set[int]]] = {}  # worker → message → parts
+        for recv, parts in self._explorer.explore(edges).items():
             found.setdefault(recv.sender, {}).setdefault(recv.message_id, set()).update(parts)
-        return found
+        for worker, sends in found.items():
+            counted = self.plan.wave.sent(worker)
+            self.drawn_in.add(worker)
+            live = tuple((message_id, tuple(sorted(parts))) for message_id, parts in sends.items())
+            self._messages.append((worker, Discover(self.head, live, counted)))
 
-    def send_edges(self, sends: Sequence[tuple[int, int]]) -> list[Edge]:
+    def _decide(self) -> None:
+        """What follows from any event: a request for the plan, answers, the end of the wave or of the pass."""
+        local, plan = self.local, self._plan
+        flow, messages = local.flow, self._messages
+        if flow.active and not local.needs_plan and (plan is None or not plan.started):
+            return
+        if local.needs_plan and not self._plan_requested:
+            self._plan_requested = True
+            if self.is_root:
+                self._start_wave()
+            else:
+                messages.append((self.id.root, PlanWanted(self.id)))
+            plan = self._plan
+        if plan is not None and plan.started:
+            for to, count, owed in plan.wave.settle():
+                messages.append((to, Explored(self.id, count, owed, tuple(plan.needs_plan))))
+            if self.is_root and plan.ends():
+                messages += [(worker, PlanKnown(self.id)) for worker in plan.needs_plan]
+                self._ready += local.plan_known(plan.live)
+        local.reduces = self.reductions is not None and bool(self.reductions)
+        if not self.is_root:
+            for to, count, owed in flow.settle():
+                messages.append((to, Finished(self.id, count, owed, local.report())))
+        elif flow.over and not self.over:
+            local.report()
+            self.over = True
+            self.notify()
+
+    # --- what a call of torch's engine needs ----------------------------------------------------------------------
+
+    def send_edges(self, sends: Iterable[tuple[int, int]]) -> list[Edge]:
+        """The nodes of these (message, part)."""
         known = self.context.sends
         return [
             (known[message_id].parts[part], 0)
             for message_id, part in sends
             if message_id in known and part < len(known[message_id].parts)
         ]
-
-    # --- what to do -----------------------------------------------------------------------------------------------
-
-    def next_steps(self) -> tuple[Notes, list[Job]]:
-        """After any event, under the lock: what to say to whom, and what to run."""
-        notes: Notes = []
-        jobs: list[Job] = []
-        local, plan = self.local, self._plan
-        flow = local.flow
-        if self.error is not None or (flow.active and not local.curious and (plan is None or not plan.started)):
-            return notes, jobs
-        if local.curious and not self.asked:
-            self.asked = True
-            if self.is_root:
-                notes += self.start_wave()
-            else:
-                notes.append((self.id.root, PlanWanted(self.id)))
-            plan = self._plan
-        if plan is not None and plan.started:
-            for to, count, owed in plan.wave.settle():
-                notes.append((to, Explored(self.id, count, owed, tuple(plan.curious))))
-            if self.is_root and plan.ends():
-                notes += [(worker, PlanKnown(self.id)) for worker in plan.curious]
-                jobs += local.plan_known(plan.live)
-        local.reduces = bool(self.reductions) and any(self.reductions.values())
-        if not self.is_root:
-            for to, count, owed in flow.settle():
-                notes.append((to, Finished(self.id, count, owed, local.report())))
-        elif flow.over and not self.over:
-            local.report()
-            self.over = True
-            self.tell()
-        return notes, jobs
-
-    def start_wave(self) -> Notes:
-        self.plan.started = True
-        return self.discover(self.explore(self.root_edges))
-
-    def discover(self, found: dict[int, dict[int, set[int]]]) -> Notes:
-        notes: Notes = []
-        for worker, sends in found.items():
-            counted = self.plan.wave.sent(worker)
-            self.told.add(worker)
-            live = tuple((message_id, tuple(sorted(parts))) for message_id, parts in sends.items())
-            notes.append((worker, Discover(self.head, live, counted)))
-        return notes
-
-    # --- what a call of torch's engine needs --------------------------------------------------------------------
 
     def live_parts(self, job: Job, source: int) -> list[int]:
         """Which tensors of a message get a gradient."""
@@ -201,7 +229,8 @@ class Pass:
     def reached(self, job: Job) -> dict[Recv, set[int]]:
         """Which tensors of which messages get a gradient from this job, be it an undefined one.
 
-        The survey looked at all that a source may reach; a message of which only some tensors are live reaches less.
+        The survey followed everything that a source may reach; a message of which only some tensors are live reaches
+        less.
         """
         unit = job.unit
         if not unit.recvs or (self.head.fast and len(job.sources) > 1) or self._is_whole(job):
@@ -212,9 +241,9 @@ class Pass:
         edges: list[Edge] = []
         for source in job.sources:
             if source == ROOT:
-                edges += self.root_edges
+                edges += self._root_edges
             else:
-                edges += self.send_edges([(source, part) for part in self.live_parts(job, source)])
+                edges += self.send_edges((source, part) for part in self.live_parts(job, source))
         return Explorer().explore(edges)
 
     def _is_whole(self, job: Job) -> bool:
@@ -228,87 +257,53 @@ class Pass:
         return True
 
     def is_complete(self, job: Job) -> bool:
-        """Whether all that it needs has come."""
+        """Whether the gradients of all its sources have come."""
         gradients = self.gradients
         for source in job.sources:  # noqa: SIM110 (a generator costs as much as all of it)
             if source != ROOT and source not in gradients:
                 return False
         return True
 
-    def entries(self, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[Tensor]]:
-        """Where torch's engine starts, newest first, and with what.
-
-        Where all has come it starts below the sends; else at them, and they find their gradients themselves.
-        """
-        edges: list[GradientEdge] = []
-        gradients: list[Tensor] = []
-        if len(jobs) > 1:
-            _put_in_order([job.unit for job in jobs])
-        for job in jobs:
-            gates: list[Node] = []
-            complete = self.is_complete(job)
-            for source in job.sources:
-                if source == ROOT:
-                    edges += self.roots
-                    gradients += self.root_gradients
-                    continue
-                nodes = self.context.sends[source].parts
-                came: dict[int, Tensor | None] = self.gradients[source] if complete else {}
-                for part in self.live_parts(job, source):
-                    gradient = came.get(part)
-                    if gradient is None:
-                        gates.append(nodes[part])
-                        edges.append(GradientEdge(nodes[part], 0))
-                        gradients.append(_NOTHING)
-                    else:
-                        node, output = nodes[part].next_functions[0]
-                        assert node is not None
-                        edges.append(GradientEdge(node, output))
-                        gradients.append(gradient)
-            if not complete:
-                _put_gates_last(job.unit, gates)
-        return edges, gradients
-
-    def forget_gradients(self, jobs: Sequence[Job]) -> None:
-        """They were used, and a leaf may take one over if nobody else holds it."""
+    def forget_gradients(self, jobs: Iterable[Job]) -> None:
+        """They were used; a leaf may take one over if nothing else refers to it."""
         for job in jobs:
             for source in job.sources:
                 self.gradients.pop(source, None)
 
-    def wait_for(self, ready: Callable[[], bool]) -> bool:
-        """Waits until that, or until the pass has ended; False if the deadline comes first."""
+    def sends_to(self, worker: int) -> bool:
+        """A message of the flow is about to go to that worker; returns whether it must be answered."""
+        with self.lock:
+            if self.error is not None:
+                raise copy_of(self.error)
+            self.drawn_in.add(worker)
+            return self.local.flow.sent(worker)
+
+    # --- waiting, and the end -------------------------------------------------------------------------------------
+
+    def wait(self, message_id: int | None = None) -> bool:
+        """Waits for the end of the pass, or for the gradients of a message; False if the deadline comes first."""
         seconds = max(min(self.deadline - time.monotonic(), threading.TIMEOUT_MAX), 0.0)
         with self.lock:
             if self._changed is None:
                 self._changed = threading.Condition(self.lock)
-            return self._changed.wait_for(lambda: ready() or self.error is not None or self.over, seconds)
+            return self._changed.wait_for(lambda: message_id in self.gradients or self.has_ended(), seconds)
 
-    def tell(self) -> None:
-        """Lets those that wait look again; under the lock."""
+    def notify(self) -> None:
+        """Wakes the threads that wait; under the lock."""
         if self._changed is not None:
             self._changed.notify_all()
 
+    def has_ended(self) -> bool:
+        return self.over or self.error is not None
+
     def awaited(self) -> int | None:
-        """One of the workers that must speak before the pass can end."""
+        """One of the workers from which a message must come before the pass can end."""
         with self.lock:
             waits = self.local.flow.awaited or (self._plan.wave.awaited if self._plan is not None else ())
             return next(iter(waits), None)
 
-    def zeros(self, message_id: int, part: int) -> Tensor | None:
-        """For a tensor of a live message that itself got nothing, where FAST did not know: as PyTorch does."""
-        node, output = self.context.sends[message_id].parts[part].next_functions[0]
-        if node is None:
-            return None
-        metadata = input_metadata(node, output)
-        return torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
-
-    @property
-    def is_at_work(self) -> bool:
-        with self.lock:
-            return self.local.is_at_work
-
     def waits_for(self, worker: int) -> bool:
-        """Whether this pass cannot end without something from that worker."""
+        """Whether this pass cannot end without a message from that worker."""
         with self.lock:
             sends = [self.context.sends.get(job.blocked_on or 0) for job in self.local.jobs]
             return (
@@ -317,16 +312,26 @@ class Pass:
                 or any(send is not None and send.to == worker for send in sends)
             )
 
+    def fail(self, error: BaseException) -> None:
+        """The pass cannot end well.  The first error counts; the root is told of it, and ends the pass everywhere."""
+        with self.lock:
+            if self.error is not None:
+                return
+            self.error = error
+            self.notify()
+        if not self.is_root:
+            self._report(self, error)
+
     def stop(self, error: BaseException) -> set[int]:
-        """Ends it for this worker; whom this worker drew into it."""
+        """Ends the pass on this worker; returns the workers that this one drew into it."""
         with self.lock:
             if self.error is None:
                 self.error = error
-            self.tell()
-            told, self.told = self.told, set()
-            return told
+            self.notify()
+            drawn_in, self.drawn_in = self.drawn_in, set()
+            return drawn_in
 
-    # --- seeing it ----------------------------------------------------------------------------------------------
+    # --- for diagnostics ------------------------------------------------------------------------------------------
 
     def missing(self) -> list[str]:
         with self.lock:
@@ -349,37 +354,3 @@ class Pass:
             f"{[job.state.value for job in self.local.jobs]}; came: {arrived or 'nothing'}; "
             f"missing: {missing or 'nothing'}; {self._plan or 'no plan asked for'}{state}>"
         )
-
-
-_NOTHING = torch.zeros(())  # what a gate is started with
-_SEND: Any = SEND_NODE
-
-
-# Numbers that decide in which order torch's engine runs what is ready: the highest first.  Each is a function of what
-# the node is, and not of the pass, since another pass of the same context may be running the same nodes.
-_GATES_BELOW = 1 << 60
-_IN_ORDER_FROM = 1 << 61
-
-
-def _put_gates_last(unit: Unit, gates: Sequence[Any]) -> None:
-    """Lets torch's engine come to a send only when nothing else is left to do, and to the newest first."""
-    for gate in gates:
-        message_id, part = gate.sent
-        set_sequence_number(gate, message_id << 12 | min(part, 0xFFF))
-    for node in unit.nodes:
-        number = sequence_number(node)
-        if number < _GATES_BELOW and type(node) is not _SEND:
-            set_sequence_number(node, number + _GATES_BELOW)
-
-
-def _put_in_order(units: Sequence[Unit]) -> None:
-    """Lets torch's engine run one unit after the other, as it would in calls of their own.
-
-    Their nodes may have been made by different threads, each of which counts for itself, and a function that uses the
-    memory of its gradient again relies on whoever got it being done with it.
-    """
-    for unit in units:
-        first = _IN_ORDER_FROM + (min(max(unit.sources), 1 << 39) << 20)
-        nodes = [node for node in unit.nodes if type(node) is not _SEND]
-        for rank, node in enumerate(sorted(nodes, key=sequence_number)):
-            set_sequence_number(node, first + rank)

@@ -1,4 +1,4 @@
-"""Contexts: one forward and backward, known on every worker that it touched by one id."""
+"""Contexts: one forward and its backwards, known by one id on every worker that they touched."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from telegrad._ids import PassId, random_bits
 from telegrad._torch import input_metadata
 from telegrad.errors import UnknownWorkerError, UsageError
 
-_WORKER_SHIFT = 48  # the creating worker's id stands in the top 16 bits
-_REMEMBERED = 4096  # ended contexts whose late messages are recognised
+_WORKER_SHIFT = 48  # the top 16 bits are the id of the creating worker
+_REMEMBERED = 4096  # number of ended contexts whose late messages are recognised
 
 
 def creator_of(context_id: int) -> int:
@@ -48,12 +48,12 @@ class Context:
         self.ended = False
         self.sends: dict[int, Send] = {}
         self.recvs = 0
-        self.origin: int | None = None  # who told this worker first; it is told by others when the context ends
-        self.workers: set[int] = set()  # whom this worker told of the context
-        self.passes: dict[PassId, Any] = {}  # those that this worker takes part in; None: it has failed
-        self.floors: dict[int, int] = {}  # by root: its passes below that number are over, or have failed
+        self.origin: int | None = None  # the worker that told this one first; others tell it of the end
+        self.workers: set[int] = set()  # the workers that this one told of the context
+        self.passes: dict[PassId, Any] = {}  # that this worker takes part in; None: it has failed
+        self.floors: dict[int, int] = {}  # by root: its passes below that number have ended
         self.graph: tuple[set[Node], set[Node]] | None = None  # the tops and all nodes of a big one
-        self._leaves: dict[int, Tensor] = {}  # by id: as keys, tensors cost 0.2 us for each look
+        self._leaves: dict[int, Tensor] = {}  # by id: tensors as keys cost 0.2 us for each lookup
         self._gradients: dict[int, Tensor] = {}
         self._lock = threading.Lock()
 
@@ -62,13 +62,13 @@ class Context:
         return self.id >> _WORKER_SHIFT
 
     def take_graph(self) -> tuple[set[Node], set[Node]] | None:
-        """What was kept; from now on it is the caller's."""
+        """Returns what was kept, and forgets it."""
         with self._lock:
             taken, self.graph = self.graph, None
             return taken
 
     def keep_graph(self, tops: Iterable[Node], nodes: Iterable[Node]) -> None:
-        """Nodes of a big graph, which must not be freed all at once (see ``graph``)."""
+        """Keeps the nodes of a big graph, which must not be freed all at once (see ``graph``)."""
         with self._lock:
             if self.graph is None:
                 self.graph = set(), set()
@@ -78,7 +78,7 @@ class Context:
     # --- gradients ----------------------------------------------------------------------------------------------
 
     def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Not in place: somebody may have asked for the old sum."""
+        """Adds to the gradient of a leaf; not in place, since the user may have the old sum."""
         with self._lock:
             key = id(leaf)
             known = self._gradients.get(key)
@@ -130,7 +130,7 @@ current_context: Callable[[], Context | None] = context_variable.get
 
 
 class Scope:
-    """``with scope:`` the context is current.  One scope may be entered again and again, not at the same time."""
+    """``with scope:`` makes a context current.  A scope may be entered again after it was left."""
 
     __slots__ = ("_context", "_token")
 
@@ -148,15 +148,15 @@ class Registry:
     """The contexts that one worker knows."""
 
     def __init__(self, worker: int, guessable: bool = True) -> None:
-        """``guessable``: context ids count up.  Otherwise they are random, so that only workers that a context reached
-        can name it."""
+        """``guessable``: context ids count up.  Otherwise they are random, so that only the workers that a context has
+        reached can name it."""
         self._worker = worker
         self._numbers: Callable[[], int] = itertools.count().__next__ if guessable else _random_number
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
-        # The last contexts that ended, oldest first, by the worker that said so; by this one, if it was the creator or
-        # the worker that told of the context.  Each worker has a memory of its own, so that none can make this one
-        # forget what another said.
+        # The last contexts that ended, oldest first, by the worker that said so; under this one's id, if it was the
+        # creator or the worker that told of the context.  Each worker has a list of its own, so that none can displace
+        # what another said.
         self._ended: defaultdict[int, OrderedDict[int, None]] = defaultdict(OrderedDict)
 
     def new(self) -> Context:
@@ -166,14 +166,14 @@ class Registry:
         return context
 
     def _has_ended(self, context_id: int, sender: int | None = None) -> bool:
-        """Whether it has ended here, or that worker says so."""
+        """Whether it has ended here, or according to that worker."""
         said = self._ended
         return (self._worker in said and context_id in said[self._worker]) or (
             sender is not None and sender in said and context_id in said[sender]
         )
 
     def join(self, context_id: int, sender: int) -> Context | None:
-        """The context of a message that came, known from now on; None if it has ended."""
+        """The context of a message that came, made if it is new here; None if it has ended."""
         with self._lock:
             if self._has_ended(context_id, sender) or context_id >> _WORKER_SHIFT == self._worker:
                 return None
@@ -186,7 +186,7 @@ class Registry:
         return self._known.get(context_id)
 
     def get(self, context_id: int, name_of: Callable[[int], str]) -> Context:
-        """As a user asks for it."""
+        """The context that a user named; raises UsageError if there is none."""
         if not isinstance(context_id, int) or isinstance(context_id, bool):
             raise UsageError(
                 f"a context is named by the number that `with context() as number` gives, not {context_id!r}"
@@ -208,7 +208,7 @@ class Registry:
         raise UsageError(f"no context {context_id} here: worker {maker} made it, and none of its calls has come here")
 
     def gradients_for(self, context_id: int, leaves: Sequence[Tensor]) -> list[Tensor | None]:
-        """What these got in a context; nothing if it has never come here.  Raises UsageError if it has ended."""
+        """The gradients of these in a context, None if it is not known here.  Raises UsageError if it has ended."""
         self.check(context_id)
         context = self._known.get(context_id)
         return context.gradients_for(leaves) if context is not None else [None] * len(leaves)
@@ -220,11 +220,11 @@ class Registry:
             raise UsageError(f"context {context_id} has ended, or never was: work with it inside its `with` block")
 
     def drop(self, context_id: int, by: int | None = None) -> Context | None:
-        """Forgets a context; None if it is not known (any more).
+        """Forgets a context, and returns it; None if it is not known, or if ``by`` may not end it.
 
         ``by``: the worker that says that it has ended.  Only its creator and the worker that told this one of it may
-        say so.  Messages of a worker may still wait for a thread here, so what it said is remembered in any case: they
-        must not bring the context back.
+        end it.  Messages of a worker may still wait for a thread here and must not bring the context back, so what it
+        said is remembered in any case.
         """
         creator = context_id >> _WORKER_SHIFT
         with self._lock:
@@ -244,7 +244,7 @@ class Registry:
             ended.popitem(last=False)
 
     def forget(self, context_id: int) -> None:
-        """As if nobody had told of it."""
+        """Forgets a context as if no message had named it."""
         with self._lock:
             self._known.pop(context_id, None)
 
@@ -266,12 +266,12 @@ class Registry:
 
 
 class Entered:
-    """``with Entered(...) as context_id:`` a new context, current inside.  A generator would cost twice as much."""
+    """``with Entered(...) as context_id:`` makes a new context and enters it."""
 
-    __slots__ = ("_context", "_leave", "_registry")
+    __slots__ = ("_context", "_drop", "_registry")
 
-    def __init__(self, registry: Registry, leave: Callable[[Context], None]) -> None:
-        self._registry, self._leave = registry, leave
+    def __init__(self, registry: Registry, drop: Callable[[int], None]) -> None:
+        self._registry, self._drop = registry, drop
 
     def __enter__(self) -> int:
         self._context = enter(self._registry)
@@ -279,11 +279,11 @@ class Entered:
 
     def __exit__(self, *_: object) -> None:
         context_variable.set(None)
-        self._leave(self._context)
+        self._drop(self._context.id)
 
 
 def enter(registry: Registry) -> Context:
-    """A new context, current from now on."""
+    """Makes a new context current, and returns it."""
     if (outer := current_context()) is not None:
         raise UsageError(f"this thread is already in context {outer.id}: contexts do not nest")
     context = registry.new()
@@ -292,7 +292,7 @@ def enter(registry: Registry) -> Context:
 
 
 def leave(context_id: int) -> None:
-    """That context is current no more, if it was."""
+    """Leaves that context, if it is current."""
     current = current_context()
     if current is not None and current.id == context_id:
         context_variable.set(None)

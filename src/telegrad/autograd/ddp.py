@@ -1,9 +1,9 @@
 """``DistributedDataParallel`` in a backward across workers.
 
-Its reducer listens on the AccumulateGrad nodes of its parameters, which a pass captures and does not run.  So what such
-leaves get is held back until no more can come from this worker's graph, and then all their AccumulateGrad nodes run in
-one call of torch's engine: the reducer sees each of them once, averages over its process group, and leaves the average
-in ``.grad``, from where it goes into the context.
+Its reducer has hooks on the AccumulateGrad nodes of its parameters, which a pass captures and does not run.  So the
+gradients of such leaves are held back until no more can come from this worker's graph.  Then all their AccumulateGrad
+nodes run in one call of torch's engine: the reducer sees each of them once, averages over its process group, and leaves
+the average in ``.grad``, from where it goes into the context.
 
     units of this worker ──▶ held back ──▶ AccumulateGrad ──▶ reducer ──▶ .grad ──▶ context
 """
@@ -33,6 +33,7 @@ from telegrad._torch import (
     tensor_hooks,
 )
 from telegrad.autograd.context import Context, add_up
+from telegrad.errors import UsageError
 
 #: The DDP modules of this process, in the order in which they were found.  Replaced as a whole, under the lock.
 _modules: list[weakref.ref[DistributedDataParallel]] = []
@@ -88,11 +89,11 @@ def _parameters(module: DistributedDataParallel) -> list[Tensor]:
 
 
 class Swapping:
-    """Says who may use ``.grad`` of a parameter, for a while, for the gradients of a context.
+    """Gives one user at a time ``.grad`` of a parameter, for the gradients of a context.
 
     A step or a hook is short, and holds the lock of the worker: ``with swapping:``.  A reduction waits for other
-    processes, which may wait for a step here, so it must not hold that lock: it has its parameters ``lent``.  Whoever
-    needs ``.grad`` of these waits for their return with the lock released: ``with swapping.of(parameters):``.
+    processes, which may wait for a step here, so it must not hold that lock: its parameters are ``lent`` to it.  A step
+    or hook that needs ``.grad`` of these waits for their return with the lock released: ``with swapping.of(...):``.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ class Swapping:
 
     @contextmanager
     def of(self, parameters: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the lock is held, and no reduction has any of these."""
+        """Inside, the lock is held, and none of these is lent to a reduction."""
         with self._lock:
             if self._lent:
                 self._wait_for({id(each) for each in parameters})
@@ -116,7 +117,7 @@ class Swapping:
 
     @contextmanager
     def lent(self, things: Sequence[Any]) -> Iterator[None]:
-        """Inside, nobody else has any of these; the lock is not held."""
+        """Inside, no other thread uses any of these; the lock is not held."""
         own = {id(each) for each in things}
         with self._lock:
             self._wait_for(own)
@@ -133,14 +134,14 @@ class Swapping:
 
 
 class Reduction:
-    """What the parameters of one module get in one pass on one worker."""
+    """The gradients of the parameters of one module in one pass on one worker."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
         self.module = module
         self.waits_for: set[Any] = set()  # jobs that may bring more
         self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         # A module with a static graph reduces nothing before the end of its first backward, by a callback that it would
-        # hang onto the first call of torch's engine that comes by; but then nothing has been handed over yet.
+        # add to the next call of torch's engine; but that call may come before the gradients do.
         self._first = is_first_static_backward(module)
         if self._first:
             take_first_static_backward(module)
@@ -154,7 +155,7 @@ class Reduction:
         known = self._gradients.get(id(leaf))
         self._gradients[id(leaf)] = (leaf, add_up(known[1], gradient) if known is not None else gradient)
 
-    def run(self, context: Context, swapping: Swapping) -> bool:
+    def run(self, context: Context, swapping: Swapping) -> None:
         """Waits for the other processes of the module's group."""
         parameters = _parameters(self.module)
         # The group, too: processes match its collectives by their order, so two modules must not mix theirs.
@@ -171,7 +172,6 @@ class Reduction:
             finally:
                 for parameter, gradient in zip(parameters, before, strict=True):
                     parameter.grad = gradient
-        return True
 
     def _hand_over(self) -> None:
         leaves = [leaf for leaf, _ in self._gradients.values()]
@@ -198,6 +198,51 @@ class Reduction:
                 module.reducer.prepare_for_backward([leaf.view_as(leaf) for leaf in leaves])
 
 
+class Reductions:
+    """The reductions of one pass on one worker."""
+
+    def __init__(self, jobs: Iterable[Any], reduced: dict[int, DistributedDataParallel], create_graph: bool) -> None:
+        """``reduced``: see ``reduced_parameters``."""
+        self._by_module: dict[int, Reduction] = {}
+        self._by_leaf: dict[int, Reduction] = {}
+        for job in jobs:
+            for leaf in job.unit.leaves:
+                module = reduced.get(id(leaf.variable))
+                if module is None:
+                    continue
+                if create_graph:
+                    raise UsageError("create_graph does not go through DistributedDataParallel, here as in torch")
+                if id(module) not in self._by_module:
+                    self._by_module[id(module)] = Reduction(module)
+                reduction = self._by_leaf[id(leaf.variable)] = self._by_module[id(module)]
+                reduction.waits_for.add(job)
+
+    def hold_back(self, leaf: Tensor, gradient: Tensor) -> bool:
+        """Adds to the gradient of a leaf that a module reduces; False if none does."""
+        reduction = self._by_leaf.get(id(leaf))
+        if reduction is not None:
+            reduction.add(leaf, gradient)
+        return reduction is not None
+
+    def after(self, jobs: Iterable[Any]) -> list[Reduction]:
+        """These jobs are done; returns the reductions that can get no more gradients and have some."""
+        ready = []
+        for key, reduction in list(self._by_module.items()):
+            reduction.waits_for.difference_update(jobs)
+            if not reduction.waits_for:
+                ready.append(self._by_module.pop(key))
+        return [reduction for reduction in ready if reduction]
+
+    def take_rest(self) -> list[Reduction]:
+        """The pass is over: no job will bring more."""
+        rest, self._by_module = self._by_module, {}
+        return [reduction for reduction in rest.values() if reduction]
+
+    def __bool__(self) -> bool:
+        """Whether gradients are held back."""
+        return any(self._by_module.values())
+
+
 def _move_group_last(module: DistributedDataParallel) -> Any:
     """Moves ``process_group`` to the end of the module's attributes, which Python frees in their order; returns it.
 
@@ -214,7 +259,7 @@ def _move_group_last(module: DistributedDataParallel) -> Any:
 
 
 def _take_hooks(leaves: Iterable[Tensor]) -> list[dict[Any, Any]]:
-    """Tensor hooks have fired when the gradient was captured, and would again when the node runs."""
+    """Removes tensor hooks: they have fired when the gradient was captured, and would again when the node runs."""
     taken = []
     for leaf in leaves:
         hooks = tensor_hooks(leaf)

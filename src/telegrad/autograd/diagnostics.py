@@ -1,4 +1,4 @@
-"""Asking the other workers about a pass that does not end as it should, or of which something is left to do."""
+"""Questions to other workers about a pass that does not end as it should, or that has something left to do."""
 
 from __future__ import annotations
 
@@ -11,64 +11,56 @@ from typing import Any
 from telegrad._agent.agent import Agent
 from telegrad._current import current_worker
 from telegrad._ids import PassId
-from telegrad._wire.callables import export, name_of
-from telegrad._wire.messages import Call
+from telegrad._wire.callables import export
 from telegrad.autograd.backward_pass import Pass
-from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError
+from telegrad.errors import MissingGradientError, RpcTimeoutError, TelegradError, WorkerLostError
 
-_PATIENCE = 1.0  # seconds
+_PATIENCE = 1.0  # seconds that a worker has to answer
+
+
+def lost_in_backward(agent: Agent, worker: int) -> WorkerLostError:
+    peer = agent.peer(worker)
+    reason = f": {peer.reason}" if peer.reason else ""
+    return WorkerLostError(f"worker {peer.name!r} was lost in a backward{reason}")
 
 
 def nothing_came(agent: Agent, this: Pass) -> MissingGradientError:
-    """The pass is over, and somebody still waits."""
+    """The pass is over, and sends still wait for a gradient."""
     total, texts = 0, []
     for report in [each for each in this.local.reports.values() if each.missing]:
         total += report.missing
         here = report.worker == agent.me.worker_id
-        missing = this.missing() if here else _ask(agent, report.worker, missing_of, this.id)
+        missing = this.missing() if here else _ask(report.worker, missing_of, this.id)
         texts.append(f"on worker {agent.peer(report.worker).name!r}: {', '.join(missing or ['it does not say which'])}")
     advice = ", so FAST cannot finish (SMART can)" if this.head.fast else "; this is a bug in telegrad"
     return MissingGradientError(f"{total} sends got no gradient{advice}: {'; '.join(texts)}")
 
 
 def too_late(agent: Agent, this: Pass) -> RpcTimeoutError:
-    """The deadline has come; with all that is known of the pass."""
-    return RpcTimeoutError(
-        f"backward did not end within {this.timeout:g} s. This worker: {this!r}{_ask_around(agent, this)}"
-    )
+    """The deadline has passed; the text has all that is known of the pass, here and on the workers of its context."""
+    texts = []
+    for worker in (this.context.workers | this.drawn_in) - {agent.me.worker_id}:
+        if text := _ask(worker, describe_pass, this.id):
+            texts.append(f". Worker {agent.peer(worker).name!r}: {text}")
+    return RpcTimeoutError(f"backward did not end within {this.timeout:g} s. This worker: {this!r}{''.join(texts)}")
 
 
-def _ask_around(agent: Agent, this: Pass) -> str:
-    """What the other workers know of it."""
-    near = [peer for peer in agent.peers if peer.links and peer.id != agent.me.worker_id]
-    texts = [(peer.name, _ask(agent, peer.id, describe_pass, this.id)) for peer in near]
-    return "".join(f". Worker {name!r}: {text}" for name, text in texts if text)
-
-
-def _ask(agent: Agent, worker: int, function: Callable[..., Any], pass_id: PassId) -> Any:
-    """The result of a function there; None if there is none soon."""
-    name = name_of(function)
-    assert name is not None
+def _ask(worker: int, function: Callable[..., Any], pass_id: PassId) -> Any:
+    """The result of a function on that worker; None if it gives none soon."""
     with contextlib.suppress(TelegradError):
-        peer = agent.peer(worker)
-        call = agent.start_call(peer, name, _PATIENCE, lambda i, body: Call(i, name, body), (*pass_id, None))
-        return agent.wait(call)
+        return current_worker().rpc_sync(worker, function, tuple(pass_id), timeout=_PATIENCE)
     return None
 
 
-def reduce_everywhere(agent: Agent, this: Pass, reduce_here: Callable[[Pass], None]) -> None:
-    """Where gradients were held back to the end: all reduce at once, for they may be of one process group."""
-    name = name_of(reduce_rest)
-    assert name is not None
+def reduce_everywhere(agent: Agent, this: Pass, reduce_here: Callable[[PassId], None]) -> None:
+    """Where gradients were held back to the end, all workers reduce at once: they may be of one process group."""
     timeout = max(this.deadline - time.monotonic(), 0.001) if math.isfinite(this.deadline) else 0.0
-    calls = []
-    for report in [each for each in this.local.reports.values() if each.reduces]:
-        if report.worker != agent.me.worker_id:
-            peer = agent.peer(report.worker)
-            calls.append(agent.start_call(peer, name, timeout, lambda i, body: Call(i, name, body), (*this.id, None)))
-    reduce_here(this)
-    for call in calls:
-        agent.wait(call)
+    others = [each.worker for each in this.local.reports.values() if each.reduces and each.worker != agent.me.worker_id]
+    worker = current_worker()
+    futures = [worker.rpc_async(other, reduce_rest, tuple(this.id), timeout=timeout) for other in others]
+    reduce_here(this.id)
+    for future in futures:
+        future.wait()
 
 
 @export
@@ -80,12 +72,12 @@ def reduce_rest(root: int, number: int, token: int) -> None:
 @export
 def describe_pass(root: int, number: int, token: int) -> str:
     """Runs on any worker: what it knows of a pass."""
-    this = current_worker().autograd.find_pass(PassId(root, number, token))
+    this = current_worker().autograd.passes.find(PassId(root, number, token))
     return repr(this) if this is not None else ""
 
 
 @export
 def missing_of(root: int, number: int, token: int) -> list[str]:
-    """Runs on a worker that waits for sends in vain: which they are."""
-    this = current_worker().autograd.find_pass(PassId(root, number, token))
+    """Runs on a worker that waits for sends that get no gradient: which they are."""
+    this = current_worker().autograd.passes.find(PassId(root, number, token))
     return this.missing() if this is not None else []

@@ -1,9 +1,9 @@
 """Which sends are live: the discovery wave.
 
-The wave starts at the root and runs along recv → send: whoever learns that a send of its will get a gradient explores
-what lies behind it, and tells the senders of what it finds there.  It has ended when all is explored (``diffusion``);
-then a send that nobody spoke of is dead.  Only the workers that are *curious*, where sources meet, want to know that;
-without one there is no wave at all.  No thread, socket, clock or tensor in here.
+The wave starts at the root and runs along recv → send.  A worker that learns that one of its sends will get a gradient
+follows the graph behind it, and tells the senders of the tensors that were received there.  The wave has ended when
+everything is explored (``termination``); a send that no worker was told of is dead.  Only workers where sources meet
+need the plan; if there is none of these, there is no wave.  No threads, sockets, clock or tensors in here.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from telegrad.autograd.termination import Termination
 
 
 class Plan:
-    __slots__ = ("curious", "known", "live", "started", "wave")
+    __slots__ = ("known", "live", "needs_plan", "started", "wave")
 
     def __init__(self, root: bool) -> None:
         self.wave = Termination(root)
         self.live: dict[int, set[int]] = {}  # message id → which of its tensors
-        self.started = False  # at the root: the wave; elsewhere: it has come here
+        self.started = False  # the wave: at the root it has begun, elsewhere it has come here
         self.known = False  # the wave has ended
-        self.curious: set[int] = set()  # who is to be told, as far as known here
+        self.needs_plan: set[int] = set()  # workers that must learn of the end, as far as known here
 
     def discovered(self, sends: Iterable[tuple[int, Iterable[int]]]) -> list[tuple[int, int]]:
-        """Sends are live; those (message, part) of them that were not known to be."""
+        """Sends are live; returns those (message, part) of them that were not known to be."""
         self.started = True
         new = []
         for message_id, parts in sends:
@@ -33,9 +33,9 @@ class Plan:
             known.update(parts)
         return new
 
-    def explored(self, by: int, count: int, owed: int, curious: Iterable[int]) -> None:
+    def explored(self, by: int, count: int, owed: int, needs_plan: Iterable[int]) -> None:
         self.wave.answered(by, count, owed)
-        self.curious.update(curious)
+        self.needs_plan.update(needs_plan)
 
     def ends(self) -> bool:
         """Whether the root finds, for the first time, that the wave has ended."""

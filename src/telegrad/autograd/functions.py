@@ -1,23 +1,26 @@
-"""The two ends of a tensor's way between workers, as nodes of torch's graph.
+"""The two ends of a tensor that crosses workers, as nodes of torch's graph.
 
-A *send* is a node above the tensor that was sent: torch's engine starts there, and the node hands it the gradient that
-came from the other side, waiting for it if need be.  A *recv* is the node below the tensor that was received: when the
-engine runs it, the gradient is complete, all hooks have fired, and it leaves for the send at the other end.
+A *send* is a node above the tensor that was sent.  torch's engine starts there, and the node returns the gradient that
+came from the other worker; it waits if the gradient has not come.  A *recv* is the node below the tensor that was
+received.  When the engine runs it, the gradient is complete and all hooks have fired, and the node hands the gradient
+over to be sent to the send at the other end.
 
     sender                                   receiver
         x ◀── SendRpc   ◀ ─ ─ gradient ─ ─   RecvRpc ◀── y = f(x)
+
+A node finds the run that called the engine through torch's graph task (``_torch.carried_by_engine``), and not through a
+variable of the thread: the nodes of a device run on that device's thread.
 """
 
 from __future__ import annotations
 
-import threading
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from telegrad._torch import is_view
+from telegrad._torch import carried_by_engine, is_view
 from telegrad.errors import UsageError
 
 
@@ -29,28 +32,21 @@ class Recv(NamedTuple):
     message_id: int
 
 
-class Run(Protocol):
-    """One call of torch's engine, as the nodes that it runs see it."""
+class EngineCall(Protocol):
+    """One call of torch's engine, as seen by the nodes that it runs."""
 
     def gradient_for(self, message_id: int, part: int) -> Tensor | None:
-        """Waits for the gradient of a sent tensor."""
+        """Returns the gradient of a sent tensor; waits for it if it has not come."""
 
     def emit(self, recv: Recv, part: int, gradient: Tensor | None) -> None:
-        """Sends the gradient of a received tensor on its way, with those of the same message."""
+        """Takes the gradient of a received tensor, to be sent with those of the same message."""
 
-
-class _Here(threading.local):
-    run: Run | None = None
-
-
-#: The run that the calling thread drives.
-here = _Here()
 
 _EMPTY = torch.empty(())
 
 
 class SendRpc(torch.autograd.Function):
-    """One tensor of one message that went out.  The output is only there to name the node."""
+    """One tensor of one message that was sent.  The output exists only to have the node."""
 
     @staticmethod
     def forward(ctx: Any, message_id: int, part: int, tensor: Tensor) -> Tensor:
@@ -59,45 +55,46 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        run = here.run
-        assert run is not None, "a send is a root of telegrad's own passes only"
-        return None, None, run.gradient_for(*ctx.sent)
+        call: EngineCall | None = carried_by_engine()
+        assert call is not None, "a send is a root of telegrad's own engine calls only"
+        return None, None, call.gradient_for(*ctx.sent)
 
 
 class RecvRpc(torch.autograd.Function):
-    """One tensor of one message that came in.  A node for each: torch fires the hooks of all outputs of a node."""
+    """One tensor of one message that was received.  Each has a node: torch fires the hooks of all outputs of a node."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, recv: Recv, part: int, tensor: Tensor) -> Tensor:
         ctx.recv, ctx.part = recv, part
         ctx.set_materialize_grads(False)
-        ctx.mark_dirty(tensor)  # so that torch returns the very tensor: a view of it could not be changed in place
+        ctx.mark_dirty(tensor)  # so that torch returns this very tensor: a view of it could not be changed in place
         return tensor
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        run = here.run
-        if run is None:
+        call: EngineCall | None = carried_by_engine()
+        if call is None:
             raise UsageError(
                 "this tensor came from another worker, so a plain backward() ends here: call "
                 f"telegrad.autograd.backward({ctx.recv.context_id}, [loss]) inside the context, not loss.backward()"
             )
-        run.emit(ctx.recv, ctx.part, gradient)
+        call.emit(ctx.recv, ctx.part, gradient)
         return None, None, None, None
 
 
 _apply_send: Any = SendRpc.apply  # untyped in torch
 _apply_recv: Any = RecvRpc.apply
 
-#: The input of every recv: it makes torch record the node, and asking for its gradient makes torch run it.
+#: An input of every recv: it makes torch record the node, and asking for its gradient makes torch run the node.
 ANCHOR = torch.zeros((), requires_grad=True)
 
 
 def send_node(message_id: int, part: int, tensor: Tensor) -> Node:
-    """Records that a tensor is sent; the node from which its gradient will flow.
+    """Records that a tensor is sent; returns the node from which its gradient will flow.
 
-    A leaf's own node is made first, by an operation, which does not hold the GIL, and kept alive meanwhile: ``apply``
-    would make it with the GIL in its hands, and torch deadlocks when another thread does the same at that moment.
+    The AccumulateGrad node of a leaf is made first, by an operation that does not hold the GIL, and kept alive until
+    ``apply`` has returned.  ``apply`` would make it while it holds the GIL, and torch deadlocks when another thread
+    does the same at that moment.
     """
     keep = tensor.view_as(tensor) if tensor.is_leaf and tensor.layout is torch.strided else None
     sent: Tensor = _apply_send(message_id, part, tensor)

@@ -1,22 +1,22 @@
 """Reading torch's graph: what a worker's sources reach, and which of them meet.
 
 A *source* is where gradients come in: the roots of a backward, or a message that was sent.  Sources that reach a
-common node form one *unit*, since that node must run once, with the sum of what they bring.  Leaves add gradients up as
-they come, so they join nobody, unless a hook of theirs wants to see the whole sum.
+common node form one *unit*, since that node must run once, with the sum of their gradients.  A leaf adds gradients up
+as they come, so it does not join sources, unless it has a hook, which must see the whole sum.
 
-The walk is the price of every pass, about 1 us a node, so it is written plainly: one loop, and no calls but for a leaf
-that two sources share.
+Every pass walks its graph, at about 1 us a node, so the walk is one loop without calls, except for a leaf that two
+sources share.
 
-It has a trap: torch frees a long chain of nodes in a loop, but not once Python has seen them; then each node frees the
-next inside its own destructor, and a chain of some 20,000 overflows the stack.  So nodes of a big graph are kept, and
-let go of one by one (:class:`Graveyard`).
+torch frees a long chain of nodes in a loop, but not after Python has seen them: then each node frees the next inside
+its own destructor, and a chain of about 20,000 overflows the stack.  So the nodes of a big graph are
+kept, and freed one by one (:class:`BigGraphs`).
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,27 +39,27 @@ class Unit:
 
     sources: list[int]
     leaves: list[Node] = field(default_factory=list)
-    recvs: dict[Recv, set[int]] = field(default_factory=dict)  # and which of their tensors
-    nodes: list[Node] = field(default_factory=list)  # all between; of a big graph only where sources meet
-    is_quick: bool = False  # it is not big, and torch's engine has nothing else to do after its recvs
+    recvs: dict[Recv, set[int]] = field(default_factory=dict)  # with the parts that are reached
+    nodes: list[Node] = field(default_factory=list)  # all others; of a big graph only if sources meet
+    recvs_last: bool = False  # the graph is small, and torch's engine comes to the recvs last
 
 
 def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
-    """The units of these sources, each given as its name and the edges at which its gradients enter; and all nodes.
+    """The units of these sources, each given as its id and the edges at which its gradients enter; and all nodes.
 
-    Leaves are not among the nodes, for these may be kept for long, and a leaf's node must not be alive only because
-    Python holds it: then torch wants the GIL while it has the leaf's lock, and another thread may have it the other way
-    round.
+    Leaves are not among the nodes.  The nodes may be kept for long, and a leaf's node must not be alive only because
+    Python refers to it: then torch waits for the GIL while it holds the leaf's lock, and another thread may do it the
+    other way round.
     """
-    owner: dict[Node, int] = {}  # which source came to a node first
-    taker: dict[Recv, int] = {}  # and to a message: its gradients go together
-    holder: dict[Node, int] = {}  # and to a leaf, at which sources meet only if it has a hook
+    owner: dict[Node, int] = {}  # by node: the source that reached it first
+    taker: dict[Recv, int] = {}  # by message, whose gradients go together
+    holder: dict[Node, int] = {}  # by leaf, at which sources meet only if it has a hook
     meetings: list[tuple[int, int]] = []
     units: list[Unit] = []
     for index, (source, edges) in enumerate(sources):
         leaves: set[Node] = set()
         recvs: dict[Recv, set[int]] = {}
-        nodes: list[Node] = []  # to which no source came before
+        nodes: list[Node] = []  # that no source reached before
         todo = list(edges)
         while todo:
             node: Any = todo.pop()[0]
@@ -94,7 +94,7 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
     is_small = len(owner) <= _FEW
     for unit in units:
         if is_small:
-            unit.is_quick = _is_quick(unit.nodes)
+            unit.recvs_last = _recvs_last(unit.nodes)
         elif len(unit.sources) == 1:
             unit.nodes = []
     return units, owner
@@ -103,8 +103,8 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
 _FEW = 4_000
 
 
-def _is_quick(nodes: Collection[Any]) -> bool:
-    """Whether recvs are older than all others, so that torch's engine comes to them last."""
+def _recvs_last(nodes: Collection[Any]) -> bool:
+    """Whether recvs are older than all other nodes, so that torch's engine comes to them last."""
     newest = oldest = None
     for node in nodes:
         kind = type(node)
@@ -120,7 +120,7 @@ def _is_quick(nodes: Collection[Any]) -> bool:
 
 
 def _joined(alone: Sequence[Unit], meetings: Iterable[tuple[int, int]]) -> list[Unit]:
-    """The units of sources of which some meet, made of what each reaches."""
+    """Joins the units of sources that meet."""
     parent = list(range(len(alone)))
     for one, other in meetings:
         parent[_find(parent, one)] = _find(parent, other)
@@ -149,19 +149,33 @@ def _find(parent: list[int], index: int) -> int:
 
 
 def is_leaf_alone(edges: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
-    """Whether a gradient enters right at a leaf, and only there: no need for torch's engine then."""
+    """Whether the only gradient enters right at a leaf: then torch's engine is not needed."""
     if len(edges) != 1 or type(edges[0].node) is not _ACCUMULATE:
         return False
     leaf: Any = edges[0].node
     variable, gradient = leaf.variable, gradients[0]
     if variable.dtype is not gradient.dtype or variable.device != gradient.device:
-        return False  # torch casts it, or refuses to
+        return False  # torch casts the gradient, or raises
     return not has_hooks(leaf)
 
 
 def has_hooks(leaf: Any) -> bool:
     variable = leaf.variable
     return bool(tensor_hooks(variable)) or bool(post_accumulate_hooks(variable))
+
+
+def walk(edges: Iterable[Edge], seen: set[Node] | None = None) -> Iterator[Any]:
+    """The nodes that these edges lead to, down to leaves and recvs, without those that were ``seen``."""
+    seen = set() if seen is None else seen
+    todo = list(edges)
+    while todo:
+        node: Any = todo.pop()[0]
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if type(node) is not _RECEIVE:
+            todo.extend(node.next_functions)
 
 
 class Explorer:
@@ -172,54 +186,45 @@ class Explorer:
         self._seen: set[Node] = set()
 
     def explore(self, edges: Iterable[Edge]) -> dict[Recv, set[int]]:
-        """Follows these edges; the recvs and tensors of them that were not known to be reached."""
+        """Follows these edges; returns the recvs, and tensors of them, that were not known to be reached."""
         new: dict[Recv, set[int]] = {}
-        seen = self._seen
-        todo = list(edges)
-        while todo:
-            node: Any = todo.pop()[0]
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in walk(edges, self._seen):
             if type(node) is _RECEIVE:
                 self.reached.setdefault(node.recv, set()).add(node.part)
                 new.setdefault(node.recv, set()).add(node.part)
-            else:
-                todo.extend(node.next_functions)
         return new
 
 
 DEEP = 4_000  # nodes: a smaller graph can be left to torch
-_ALONE = 3  # references to a node that only the graveyard holds: its set, a variable, and the question itself
-_ALONE_ON_TOP = _ALONE + 1  # and the set of tops
+_UNUSED = 3  # references to a node that only ``BigGraphs`` has: its set, a variable, and the argument of getrefcount
+_UNUSED_TOP = _UNUSED + 1  # and the set of tops
 
 
-class Graveyard:
-    """Big graphs whose contexts have ended.  Each is freed from its top, a node at a time, as far as nobody uses it."""
+class BigGraphs:
+    """Big graphs whose contexts have ended.  Each is freed from its top, node by node, as far as nothing uses it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._graphs: list[tuple[set[Node], set[Node]]] = []
 
-    def bury(self, tops: Iterable[Node], nodes: set[Node]) -> None:
-        """``nodes`` may be referred to by nobody else who knows of it."""
+    def add(self, tops: Iterable[Node], nodes: set[Node]) -> None:
+        """The caller keeps no reference to ``nodes``."""
         with self._lock:
             self._graphs.append((nodes.intersection(tops), nodes))
 
-    def visit(self) -> None:
-        """Frees what has become free."""
+    def free_unused(self) -> None:
         if not self._graphs:
             return
         with self._lock:
-            self._graphs = [(tops, nodes) for tops, nodes in self._graphs if _dig(tops, nodes)]
+            self._graphs = [(tops, nodes) for tops, nodes in self._graphs if _free_from_top(tops, nodes)]
 
     def __len__(self) -> int:
         return sum(len(nodes) for _, nodes in self._graphs)
 
 
-def _dig(tops: set[Node], nodes: set[Node]) -> bool:
-    """Frees nodes from the top, each after all those above it; whether some are left, which somebody else holds."""
-    if all(sys.getrefcount(top) > _ALONE_ON_TOP for top in tops):
+def _free_from_top(tops: set[Node], nodes: set[Node]) -> bool:
+    """Frees each node after all those above it; returns whether some are left, which something else uses."""
+    if all(sys.getrefcount(top) > _UNUSED_TOP for top in tops):
         return True
     above = _count_above(nodes)
     todo = [top for top in tops if not above.get(id(top))]
@@ -230,8 +235,8 @@ def _dig(tops: set[Node], nodes: set[Node]) -> bool:
         tops.discard(node)
         if node not in nodes:
             continue
-        if sys.getrefcount(node) > _ALONE:
-            tops.add(node)  # in use: from here on the next time
+        if sys.getrefcount(node) > _UNUSED:
+            tops.add(node)  # in use: the next time goes on from here
             continue
         nodes.discard(node)
         for child, _ in node.next_functions:
@@ -239,7 +244,7 @@ def _dig(tops: set[Node], nodes: set[Node]) -> bool:
                 above[id(child)] -= 1
                 if not above[id(child)]:
                     todo.append(child)
-        child = node = None  # these would seem to use them; a leaf's node first, which must not live by Python alone
+        child = node = None  # these count as uses; a leaf's node first, which Python alone must not keep alive
     return bool(nodes)
 
 

@@ -1,8 +1,8 @@
-"""The two points at which autograd touches a message: one that goes out, and one that comes in.
+"""Where autograd sees messages: one interceptor for the tensors that go out, and one for those that come in.
 
-What travels is ``[context id, message id, which tensors of the body]``.  A request carries its context always, for
-what the callee computes with its own parameters may need a gradient; a message without such tensors has the id 0.
-Outside of a context, a message with a tensor that had a history has the context id -1.
+Such a message carries ``[context id, message id, indices of the tensors that need a gradient]``.  A request inside a
+context always carries it, since what the callee computes with its own parameters may need a gradient; without such
+tensors the message id is 0.  Outside of a context, a message with a tensor that has a history has the context id -1.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from telegrad.autograd.missing_context import thread_warning_given, warn_of_resu
 from telegrad.errors import ProtocolError
 
 NO_MESSAGE = 0
-NO_CONTEXT = -1  # a tensor of this message had a history, but the thread that sent it was in no context
+NO_CONTEXT = -1  # a tensor of the message has a history, but the sending thread was in no context
 
 
 class Interceptors:
@@ -33,12 +33,12 @@ class Interceptors:
         name_of: Callable[[int], str],
         runs_requests: Callable[[], bool],
     ) -> None:
-        """``runs_requests``: whether the calling thread is one that runs the requests of other workers."""
+        """``runs_requests``: whether the calling thread runs a request of another worker."""
         self._registry = registry
         self._is_gone = is_gone
         self._name_of = name_of
         self._runs_requests = runs_requests
-        # In the order of sending, which a pass relies on: see ``local_pass``.
+        # They grow in the order of sending, on which a pass relies (``local_pass``).
         self._message_ids = itertools.count(1)
 
     def outgoing(self, to: int, tensors: list[Tensor]) -> Any:
@@ -47,7 +47,7 @@ class Interceptors:
             return None
         if context is None:
             return self._outgoing_outside(to, tensors)
-        # First this and then that look: whoever ends the context does it the other way round, so one sees the other.
+        # In this order: the thread that ends the context does it the other way round, so one sees the other.
         context.workers.add(to)
         if context.ended:
             return None
@@ -58,7 +58,7 @@ class Interceptors:
             if tensor.requires_grad:
                 if not indices:
                     message_id = next(self._message_ids)
-                # Before it leaves: once it has come, another call may change these tensors in place.
+                # Before it is sent: when it has arrived, another call may change these tensors in place.
                 parts.append(send_node(message_id, len(parts), tensor))
                 indices.append(index)
         if parts:
@@ -74,7 +74,7 @@ class Interceptors:
         return None if all(tensors[index].is_leaf for index in indices) else [NO_CONTEXT, NO_MESSAGE, indices]
 
     def answered(self, sender: int, extra: Any) -> None:
-        """The answer of a call was opened: warns if its history was lost."""
+        """Warns if the answer of a call has lost its history."""
         if extra[0] == NO_CONTEXT and torch.is_grad_enabled():
             if self._registry.has_own and not self._runs_requests():
                 warn_of_thread(self._name_of(sender))
@@ -82,7 +82,7 @@ class Interceptors:
                 warn_of_result(self._name_of(sender))
 
     def incoming(self, sender: int, extra: Any, tensors: list[Tensor]) -> Scope | None:
-        """Replaces the tensors that need a gradient by such with a history; in a context that has ended, by leaves."""
+        """Gives tensors that need a gradient a recv; in a context that has ended, makes them leaves."""
         try:
             context_id, message_id, indices = extra
             if type(context_id) is not int or type(message_id) is not int:
@@ -99,19 +99,22 @@ class Interceptors:
                 if torch.is_grad_enabled():
                     _receive_all(recv, tensors, indices)
                 else:
-                    with torch.enable_grad():  # it was asked for with gradients on; where it is opened says nothing
+                    with torch.enable_grad():  # grad mode is that of the sender
                         _receive_all(recv, tensors, indices)
                 context.recvs += 1
         except (TypeError, ValueError, IndexError) as error:
-            raise ProtocolError(f"a message speaks of its context in a way that makes no sense: {extra!r}") from error
+            raise ProtocolError(
+                f"malformed autograd metadata in a message from worker {self._name_of(sender)}: expected "
+                f"[context id, message id, tensor indices], got {extra!r}"
+            ) from error
         return Scope(context)
 
     def _join(self, context_id: int, sender: int) -> Context | None:
-        """A context that came here for the first time; None if it has ended meanwhile."""
-        gone = self._is_gone(creator_of(context_id))  # first: it raises if no worker of this job can have made it
+        """A context that is new here; None if it has ended."""
+        gone = self._is_gone(creator_of(context_id))  # raises if no worker of this job has that id
         context = self._registry.join(context_id, sender)
         if context is not None and (gone or self._is_gone(sender) or self._is_gone(context.creator)):
-            self._registry.forget(context_id)  # a call that waited for long: nobody would tell us of its end
+            self._registry.forget(context_id)  # no worker would tell this one of its end
             return None
         return context
 

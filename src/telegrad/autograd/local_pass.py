@@ -1,18 +1,19 @@
-"""What one worker does of one backward: which units run when, and what it has to say to the others.
+"""What one worker does of one backward pass: which units run when, and what it has to tell the others.
 
-Events come in as method calls, instructions come out: *run this unit*, *ask for the plan*, *answer that worker*.  No
-thread, socket, clock or tensor in here; the engine holds the lock and does as it is told.
+Events come in as method calls, instructions come out: *run this unit*, *ask for the plan*, *answer that worker*.  There
+is no thread, socket, clock or tensor in here; ``backward_pass`` holds the lock and does what it is told.
 
 A unit runs when the gradients of all its sources have come.  Where only some of several have, it must be known which of
-the others will come at all.  FAST says: all.  SMART asks for the plan, and until it is known such a unit waits.  Then
-it runs as one call of torch's engine, from all its live sources, the newest first: a source's gradient can only depend
-on sources that were sent after it, for what came back from it was used for those.  At a source that has not come the
-call blocks; nothing else is left to do in that unit then.
+the others will come at all.  FAST assumes all of them.  SMART asks for the plan, and such a unit waits until the plan
+is known.  If the unit has no recvs, no other worker waits for it, and it simply runs when all its live sources have
+come.  Otherwise it runs now, as one call of torch's engine from all its live sources, the newest first: the gradient of
+a source can depend only on sources that were sent later, since these used what came back for it.  At a source that has
+not come the call blocks; nothing else is left to do in that unit then.
 
     WAITING ──▶ RUNNING ◀──▶ BLOCKED          all have come, or the plan is known
-       │           ▲  │
-       ▼           │  ▼
-    CURIOUS ───────┘  DONE                    some have come, and no plan yet
+     │   ▲         ▲  │
+     ▼   │         │  ▼
+    NEEDS_PLAN ────┘  DONE                    some have come, and the plan is not known
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ROOT = 1 << 62  # the source that backward starts from, newer than any message
 
 class State(enum.Enum):
     WAITING = "waits for a gradient"
-    CURIOUS = "waits for the plan"
+    NEEDS_PLAN = "waits for the plan"
     RUNNING = "runs"
     BLOCKED = "blocked"
     DONE = "done"
@@ -59,8 +60,8 @@ class LocalPass:
         self.jobs: list[Job] = []
         self.reduces = False  # gradients are held back until the end: see ``reducers``
         self.reports: dict[int, Report] = {}  # the latest of each worker that ever had one
-        self.curious: dict[Job, None] = {}  # dicts keep their order, so that a pass runs the same way each time
-        self._blocked: dict[Job, None] = {}
+        self.needs_plan: dict[Job, None] = {}  # dicts keep their order, so that a pass runs the same way each time
+        self._incomplete: dict[Job, None] = {}  # those of which some live sources have come, and others have not
         self._by_source: dict[int, Job] = {}
         self._fast = fast
 
@@ -77,10 +78,10 @@ class LocalPass:
     @property
     def is_at_work(self) -> bool:
         """Whether a thread is in it, or waits in it."""
-        return any(job.state in (State.CURIOUS, State.RUNNING, State.BLOCKED) for job in self.jobs)
+        return any(job.state in (State.NEEDS_PLAN, State.RUNNING, State.BLOCKED) for job in self.jobs)
 
     @property
-    def may_be_curious(self) -> bool:
+    def may_need_plan(self) -> bool:
         """Whether there is a unit that cannot run before the plan is known."""
         return self.live is None and any(len(job.unit.sources) > 1 for job in self.jobs)
 
@@ -103,7 +104,7 @@ class LocalPass:
             if job.state is State.BLOCKED:
                 if job.blocked_on == source:
                     job.state, job.blocked_on = State.RUNNING, None
-                    self._blocked.pop(job, None)
+                    self._incomplete.pop(job, None)
                     self.flow.active += 1  # on behalf of the call that wakes up now
             elif self._consider(job):
                 ready.append(job)
@@ -112,49 +113,55 @@ class LocalPass:
     def plan_known(self, live: Iterable[int]) -> list[Job]:
         """Which sources will come; the jobs to run."""
         self.live = {*live, *self.arrived}
-        return [job for job in list(self.curious) if self._consider(job)]
+        return [job for job in list(self.needs_plan) if self._consider(job)]
 
     def _consider(self, job: Job) -> bool:
         """Whether it runs from now on."""
-        if job.state is not State.WAITING and job.state is not State.CURIOUS:
+        if job.state is not State.WAITING and job.state is not State.NEEDS_PLAN:
             return False
         live, sources = self.live, job.unit.sources
         if job.missing and live is None:
             if job.state is State.WAITING:
-                job.state = State.CURIOUS
-                self.curious[job] = None
+                job.state = State.NEEDS_PLAN
+                self.needs_plan[job] = None
                 self.flow.active += 1  # or the pass would seem to be over
             return False
-        if job.state is State.WAITING:
-            self.flow.active += 1
-        else:
-            del self.curious[job]
+        if job.state is State.NEEDS_PLAN:
+            job.state = State.WAITING
+            del self.needs_plan[job]
+            self.flow.active -= 1
         if len(sources) == 1:
             job.sources = sources
         else:
             job.sources = sorted([source for source in sources if live is None or source in live], reverse=True)
+        if job.missing and not job.unit.recvs and not self.arrived.issuperset(job.sources):
+            self._incomplete[job] = None
+            return False
+        self._incomplete.pop(job, None)
         job.state = State.RUNNING
+        self.flow.active += 1
         return True
 
     def blocked(self, job: Job, source: int) -> None:
         job.state, job.blocked_on = State.BLOCKED, source
-        self._blocked[job] = None
+        self._incomplete[job] = None
         self.flow.active -= 1
 
-    def done(self, job: Job) -> None:
-        job.state = State.DONE
-        self.flow.active -= 1
+    def done(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            job.state = State.DONE
+            self.flow.active -= 1
 
     # --- what is missing ----------------------------------------------------------------------------------------
 
     def missing(self) -> list[int]:
         """The sources that are waited for and have not come; FAST waits for all that a worker has."""
-        wanted = self._by_source if self._fast else [source for job in self._blocked for source in job.sources]
+        wanted = self._by_source if self._fast else [source for job in self._incomplete for source in job.sources]
         return [source for source in wanted if source not in self.arrived]
 
     def report(self) -> tuple[Report, ...]:
         """What goes up with an answer: what is left to do, and where, as far as it is known here."""
-        missing = len(self._by_source) - len(self.arrived) if self._fast else len(self._blocked)
+        missing = len(self._by_source) - len(self.arrived) if self._fast else len(self._incomplete)
         if not missing and not self.reduces and not self.reports:
             return ()
         mine = self.reports.get(self.worker) or Report(self.worker, 0, 0)
@@ -162,7 +169,7 @@ class LocalPass:
             self.reports[self.worker] = Report(self.worker, mine.version + 1, missing, self.reduces)
         return tuple(self.reports.values())
 
-    def heard(self, reports: Iterable[Report]) -> None:
+    def add_reports(self, reports: Iterable[Report]) -> None:
         for report in reports:
             known = self.reports.get(report.worker)
             if known is None or known.version < report.version:

@@ -1,14 +1,14 @@
 """When a computation that spreads from worker to worker has ended (Dijkstra and Scholten's algorithm).
 
-Each worker keeps count of the messages that it sent and that were not answered.  The first message that reaches a
-passive worker makes its sender that worker's *parent*; messages of others are answered at once.  When the worker has
+Each worker counts the messages that it sent and that were not answered.  The first message that reaches a passive
+worker makes its sender that worker's *parent*; messages of other workers are answered at once.  When the worker has
 nothing to do and all its own messages are answered, it answers all those of its parent, and may be drawn in again
-later.  When the root has nothing to do and no unanswered message, nobody has.
+later.  When the root has nothing to do and no unanswered message, no worker has.
 
-One shortcut: a message to the parent need not be answered.  The parent waits for its child's answer anyway, and that
-says how many such messages it is owed, whichever arrives first.
+One shortcut: a message to the parent need not be answered.  The parent waits for its child's answer anyway, which says
+how many such messages the parent is owed.  It does not matter which arrives first.
 
-No thread, socket or clock in here: one instance is what one worker knows.
+No threads, sockets or clock in here: one instance is what one worker knows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from telegrad.errors import ProtocolError
 
 
 class Answer(NamedTuple):
-    """Tell that worker that all that so many messages of its caused is done, but for ``owed`` messages back to it."""
+    """All that so many messages of worker ``to`` caused is done, but for ``owed`` messages that went back to it."""
 
     to: int
     messages: int
@@ -30,14 +30,14 @@ class Termination:
     __slots__ = ("_engaged", "_from_parent", "_owed", "_parent", "_root", "_sent_up", "_unanswered", "active")
 
     def __init__(self, root: bool) -> None:
-        self.active = 0  # how many things the worker is doing
+        self.active = 0  # number of things that the worker is doing
         self._root = root
         self._engaged = root
         self._parent: int | None = None
         self._from_parent = 0
         self._sent_up = 0
         self._unanswered: dict[int, int] = {}
-        self._owed: dict[int, int] = {}  # below 0: they came before the answer that tells of them
+        self._owed: dict[int, int] = {}  # below 0: they came before the answer that counts them
 
     def received(self, sender: int, counted: bool = True) -> list[Answer]:
         if not counted:
@@ -51,7 +51,7 @@ class Termination:
         return []
 
     def sent(self, to: int) -> bool:
-        """Whether this message is to be answered."""
+        """A message is sent; returns whether it must be answered."""
         if self._engaged and to == self._parent:
             self._sent_up += 1
             return False
@@ -76,7 +76,7 @@ class Termination:
         return self._root and self.quiet
 
     def settle(self) -> list[Answer]:
-        """After any event: answers the parent, if it is time."""
+        """After any event: the answer to the parent, if this worker is quiet."""
         if self._root or not self._engaged or not self.quiet:
             return []
         assert self._parent is not None

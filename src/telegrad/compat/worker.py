@@ -73,7 +73,7 @@ class CompatWorker(Worker):
         node_hooks.watch(self.autograd.leaves)
         #: The nodes of what was received, by message; torch keeps them in the context.
         self.recvs: WeakKeyDictionary[Context, dict[int, list[Any]]] = WeakKeyDictionary()
-        self._incoming = self.autograd.attach.incoming
+        self._incoming = self.autograd.interceptors.incoming
         self.agent.marshal.incoming = self._note_recvs
         #: References that ``RRef._serialize`` made tuples of, until ``RRef._deserialize`` claims them.
         self.serialized: dict[int, RRef[Any]] = {}

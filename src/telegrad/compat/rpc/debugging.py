@@ -21,6 +21,6 @@ def autograd_get_debug_info() -> dict[str, str]:
     """Of contexts."""
     engine = current_worker().autograd
     return {
-        "num_current_backward_passes": str(len(list(engine.passes()))),
+        "num_current_backward_passes": str(len(list(engine.passes))),
         "num_autograd_contexts": str(len(engine.registry)),
     }

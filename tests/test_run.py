@@ -1,4 +1,4 @@
-"""The runner: what it sends together, what it runs together, and that nobody can tell by the gradients."""
+"""Run: what it sends together, what it runs together, and that the gradients are the same whatever it does."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
-from telegrad._agent.backlog import Work
 from torch import Tensor
 from torch.nn import functional
 
-from support import PATIENCE, assert_no_references, eventually, in_thread, no_new_threads
+from support import PATIENCE, assert_no_references, eventually, no_new_threads
 from telegrad import autograd, rpc
-from telegrad._ids import PassId
-from telegrad._wire.messages import Gradients, PassHead
-from telegrad._wire.values import Bundle, Route
+from telegrad._wire.messages import Gradients
 from telegrad._worker import Worker
-from telegrad.autograd import graph, runner
-from telegrad.autograd.backward_pass import Pass
-from telegrad.autograd.context import Context
-from telegrad.autograd.ddp import Swapping
-from telegrad.autograd.graph import Unit
-from telegrad.autograd.local_pass import Job, State
-from telegrad.autograd.turn import GradientBatch, Turn
+from telegrad.autograd import graph, run
 from telegrad.testing import Cluster, cluster
 
 Call = Callable[..., Any]  # call(to, function, *args)
@@ -78,7 +68,7 @@ def known_on(workers: Cluster, name: str) -> dict[str, Any]:
 def assert_nothing_left(workers: Cluster) -> None:
     for worker in workers:
         assert eventually(lambda name=worker.name: known_on(workers, name) == NOTHING), known_on(workers, worker.name)
-        assert eventually(lambda worker=worker: not worker.agent.pool.busy), "a thread still waits"
+        assert eventually(lambda worker=worker: not worker.agent.plane.unfinished), "a thread still waits"
 
 
 # --- what is sent and run ---------------------------------------------------------------------------------------
@@ -87,22 +77,22 @@ def assert_nothing_left(workers: Cluster) -> None:
 class Sent(NamedTuple):
     sender: str
     to: str
-    payload: Any
+    message: Any
 
 
 @contextmanager
-def notes_of(workers: Cluster) -> Iterator[list[Sent]]:
-    """All notes that are posted inside."""
+def messages_of(workers: Cluster) -> Iterator[list[Sent]]:
+    """All internal messages that are sent inside."""
     sent: list[Sent] = []
 
     def listen(worker: Worker) -> None:
-        post: Any = worker.agent.mail.post
+        send: Any = worker.agent.send_message
 
-        def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
-            sent.append(Sent(worker.name, workers[to].name, payload))
-            return post(to, payload, *rest, **options)
+        def counted(to: int, message: Any, *rest: Any, **options: Any) -> bool:
+            sent.append(Sent(worker.name, workers[to].name, message))
+            return send(to, message, *rest, **options)
 
-        worker.agent.mail.post = counted  # type: ignore[method-assign]
+        worker.agent.send_message = counted  # type: ignore[method-assign]
 
     for worker in workers:
         listen(worker)
@@ -110,32 +100,32 @@ def notes_of(workers: Cluster) -> Iterator[list[Sent]]:
         yield sent
     finally:
         for worker in workers:
-            del worker.agent.mail.post
+            del worker.agent.send_message
 
 
 def kinds(sent: list[Sent]) -> Counter[str]:
-    return Counter(type(note.payload).__name__ for note in sent)
+    return Counter(type(each.message).__name__ for each in sent)
 
 
-def letters(sent: list[Sent], sender: str, to: str) -> list[int]:
-    """How many messages each letter between these two spoke of."""
+def batches(sent: list[Sent], sender: str, to: str) -> list[int]:
+    """Of how many messages each batch between these two had gradients."""
     return [
-        len(note.payload.messages)
-        for note in sent
-        if isinstance(note.payload, Gradients) and (note.sender, note.to) == (sender, to)
+        len(each.message.messages)
+        for each in sent
+        if isinstance(each.message, Gradients) and (each.sender, each.to) == (sender, to)
     ]
 
 
 @pytest.fixture
 def engine_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the threads that called torch's engine."""
-    run, calls = runner.run_engine, []
+    run_engine, calls = run.run_engine, []
 
     def counted(*args: Any, **options: Any) -> Any:
         calls.append(threading.current_thread().name)
-        return run(*args, **options)
+        return run_engine(*args, **options)
 
-    monkeypatch.setattr(runner, "run_engine", counted)
+    monkeypatch.setattr(run, "run_engine", counted)
     return calls
 
 
@@ -204,7 +194,7 @@ def check(
     assert len(hooks) == seen_by_hooks
     with autograd.context() as context_id:
         loss = program(by_sync)
-        with notes_of(workers) as sent:
+        with messages_of(workers) as sent:
             autograd.backward(context_id, [loss], mode=mode)
         torch.testing.assert_close(gradients(workers, context_id), expected)
     assert_seen(hooks)
@@ -215,11 +205,11 @@ def check(
 
 
 def test_a_fan_out_costs_two_messages(trio: Cluster) -> None:
-    """Eight gradients go there in one and come back in one, with the word that all is done; and nobody is curious."""
+    """Eight gradients go there in one and come back in one, with the answer that all is done."""
     sent = check(trio, fan_out)
     assert kinds(sent) == {"Gradients": 2}
-    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [8]
-    assert [note.payload.finished is not None for note in sent] == [False, True]
+    assert batches(sent, "a", "b") == batches(sent, "b", "a") == [8]
+    assert [each.message.finished is not None for each in sent] == [False, True]
 
 
 def test_a_fan_out_costs_two_messages_in_fast_too(trio: Cluster) -> None:
@@ -232,24 +222,11 @@ def test_units_that_are_ready_together_run_in_one_call_of_torchs_engine(trio: Cl
     assert len(engine_calls) == 3, "the loss, all branches, and what they have in common"
 
 
-def test_each_call_of_torchs_engine_and_each_gradient_that_leaves_is_progress(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = []
-    for worker in trio:
-        progress = worker.agent.pool.progress
-        monkeypatch.setattr(
-            worker.agent.pool, "progress", lambda name=worker.name, progress=progress: (told.append(name), progress())
-        )
-    check(trio, fan_out)
-    assert Counter(told) == {"a": 2 + 8, "b": 1 + 8}
-
-
 @both_modes
 def test_a_fan_out_to_several_workers(trio: Cluster, mode: Mode) -> None:
     sent = check(trio, lambda call: fan_out(call, 9, to="bc"), mode)
-    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [5]
-    assert letters(sent, "a", "c") == letters(sent, "c", "a") == [4]
+    assert batches(sent, "a", "b") == batches(sent, "b", "a") == [5]
+    assert batches(sent, "a", "c") == batches(sent, "c", "a") == [4]
 
 
 @both_modes
@@ -428,7 +405,7 @@ def check_sizes(workers: Cluster, sizes: list[int]) -> list[Sent]:
         results = [rpc.rpc_sync("b", scaled, (n, leaf)) for n, leaf in enumerate(leaves, 1)]
         weights = [torch.rand(size) for size in sizes]
         loss = torch.cat([result * weight for result, weight in zip(results, weights, strict=True)]).sum()
-        with notes_of(workers) as sent:
+        with messages_of(workers) as sent:
             autograd.backward(context_id, [loss])
         found = autograd.get_gradients(context_id)
         for n, (leaf, weight) in enumerate(zip(leaves, weights, strict=True), 1):
@@ -441,12 +418,12 @@ SMALL, BIG = 4, 1 << 18  # floats: 1 MB
 
 def test_big_gradients_leave_at_once(trio: Cluster) -> None:
     sent = check_sizes(trio, [BIG] * 4)
-    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [1] * 4
+    assert batches(sent, "a", "b") == batches(sent, "b", "a") == [1] * 4
 
 
 def test_a_big_gradient_takes_along_what_waits_for_the_same_worker(trio: Cluster) -> None:
     sent = check_sizes(trio, [SMALL, SMALL, BIG, SMALL, SMALL, SMALL])
-    assert letters(sent, "a", "b") == [4, 2]
+    assert batches(sent, "a", "b") == [4, 2]
 
 
 def test_gradients_leave_at_once_where_something_is_computed_after_them(trio: Cluster) -> None:
@@ -457,25 +434,7 @@ def test_gradients_leave_at_once_where_something_is_computed_after_them(trio: Cl
         return (between * second).sum()
 
     sent = check(trio, program)
-    assert letters(sent, "a", "b") == [1, 1]
-
-
-@both_modes
-def test_a_letter_that_nothing_can_join_leaves_from_within_the_engine(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch, mode: Mode
-) -> None:
-    """But not the one that may take along that its sender has finished."""
-    leaves: list[tuple[bool, bool]] = []
-    post = runner.Runner._post_letter
-
-    def posted(self: runner.Runner, this: Pass, to: int, letter: GradientBatch) -> None:
-        leaves.append((this.is_root, runner.here.run is not None))
-        post(self, this, to, letter)
-
-    monkeypatch.setattr(runner.Runner, "_post_letter", posted)
-    sent = check(trio, lambda call: call("b", branch, "b", 1, WEIGHTS["a"]).sum(), mode)
-    assert letters(sent, "a", "b") == letters(sent, "b", "a") == [1]
-    assert leaves == [(True, True), (False, False)]
+    assert batches(sent, "a", "b") == [1, 1]
 
 
 # --- units beside each other ------------------------------------------------------------------------------------
@@ -518,22 +477,22 @@ def test_a_unit_whose_recvs_are_dead_sends_nothing_for_those_of_another(trio: Cl
     with autograd.context() as context_id:
         dead = rpc.rpc_sync("b", for_nothing, (WEIGHTS["a"],))
         live = rpc.rpc_sync("c", late, (rpc.rpc_sync("b", torch.mul, (WEIGHTS["another of a"], 3.0)),))
-        with notes_of(trio) as sent:
+        with messages_of(trio) as sent:
             autograd.backward(context_id, [dead.sum() + live.sum()])
         found = gradients(trio, context_id)
     assert found["another of a"].tolist() == [3.0] * 3
     assert "a" not in found
-    assert sum(letters(sent, "b", "a")) == 1
+    assert sum(batches(sent, "b", "a")) == 1
 
 
 # --- torch's engine ---------------------------------------------------------------------------------------------
 
 
 @both_modes
-def test_forty_calls_need_more_than_one_letter(trio: Cluster, mode: Mode) -> None:
+def test_forty_calls_need_more_than_one_batch(trio: Cluster, mode: Mode) -> None:
     sent = check(trio, lambda call: fan_out(call, 40), mode)
-    assert letters(sent, "a", "b") == [32, 8]
-    back = letters(sent, "b", "a")
+    assert batches(sent, "a", "b") == [32, 8]
+    back = batches(sent, "b", "a")
     assert sum(back) == 40
     assert max(back) <= 32
 
@@ -583,7 +542,7 @@ def test_second_derivatives_through_a_fan_out(trio: Cluster, mode: Mode) -> None
         torch.testing.assert_close(gradients(trio, context_id), both)
 
 
-# --- whose turn it is -------------------------------------------------------------------------------------------
+# --- which thread runs what -------------------------------------------------------------------------------------------
 
 
 def long_branch(where: str, number: int, tensor: Tensor) -> Tensor:
@@ -600,7 +559,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compute_for_long(gradient: Tensor) -> None:
     begun = time.thread_time()
-    while time.thread_time() - begun < 3 * runner._LONG:
+    while time.thread_time() - begun < 0.003:
         pass
 
 
@@ -628,50 +587,30 @@ def test_units_that_take_long(trio: Cluster, function: Any, mode: Mode) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_units_that_are_not_quick_run_alone(trio: Cluster, engine_calls: list[str]) -> None:
+def test_units_after_whose_recvs_something_is_computed_run_alone(trio: Cluster, engine_calls: list[str]) -> None:
     check(trio, lambda call: fan_out(call, 8, long_branch))
     assert len(engine_calls) == 1 + 8 + 1
 
 
-class Clocks:
-    """The runner's: each look at one of them finds that so many seconds have gone by."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, wall: int = 0, cpu: int = 0) -> None:
-        looks = itertools.count()
-        monkeypatch.setattr(
-            runner,
-            "time",
-            SimpleNamespace(monotonic=lambda: wall * next(looks), thread_time=lambda: cpu * next(looks)),
-        )
+MEETINGS: list[threading.Barrier] = []
 
 
-class Meeting:
-    """A hook after whose first call the others must run at the same time."""
-
-    def __init__(self, others: int) -> None:
-        self.numbers = itertools.count()
-        self.barrier = threading.Barrier(others)
-
-    def __call__(self, gradient: Tensor) -> None:
-        if next(self.numbers):
-            self.barrier.wait(PATIENCE / 2)
-
-
-MEETINGS: list[Meeting] = []
+def meet(gradient: Tensor) -> None:
+    MEETINGS[-1].wait(PATIENCE / 2)
 
 
 def meeting(where: str, number: int, tensor: Tensor) -> Tensor:
+    """All units must run at the same time."""
     result = long_branch(where, number, tensor)
-    if tensor.grad_fn is not None and MEETINGS:
-        result.register_hook(MEETINGS[-1])
+    if MEETINGS:
+        result.register_hook(meet)
     return result
 
 
 @pytest.mark.usefixtures("few")
-def test_after_a_unit_that_took_long_others_get_what_is_left(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_that_do_not_share_a_call_run_at_the_same_time(trio: Cluster) -> None:
     expected = local_gradients(lambda call: fan_out(call, 3, meeting))
-    Clocks(monkeypatch, cpu=1)
-    MEETINGS.append(Meeting(2))
+    MEETINGS.append(threading.Barrier(3))
     try:
         with autograd.context() as context_id:
             autograd.backward(context_id, [fan_out(by_sync, 3, meeting)])
@@ -680,117 +619,11 @@ def test_after_a_unit_that_took_long_others_get_what_is_left(trio: Cluster, monk
         MEETINGS.clear()
 
 
-@pytest.mark.usefixtures("few")
-def test_units_that_take_no_time_run_one_after_the_other_on_one_thread(
-    trio: Cluster, engine_calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Clocks(monkeypatch)
-    check(trio, lambda call: fan_out(call, 8, long_branch))
-    mine = [name for name in engine_calls if name.startswith("telegrad-b")]
-    assert len(mine) == 8
-    assert len(set(mine)) == 1
-
-
-class Script:
-    """A runner whose units do nothing but leave a gradient for a worker; what it sends, and when."""
-
-    def __init__(self, worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.happened: list[str] = []
-        self._runner = worker.autograd._runner
-        monkeypatch.setattr(self._runner, "_run", self._run)
-        self._submit_others = worker.agent.pool.submit
-        monkeypatch.setattr(worker.agent.mail, "post", self._post)
-        monkeypatch.setattr(worker.agent.pool, "submit", self._submit)
-
-    def _run(self, turn: Turn, jobs: list[Job]) -> None:
-        letter = turn.letters.setdefault(7, GradientBatch(True, Bundle(Route(7))))
-        for job in jobs:
-            letter.add(job.sources[0], {0: None})
-        self.happened.append(f"ran {', '.join(str(job.sources[0]) for job in jobs)}")
-
-    def _submit(self, work: Work) -> None:
-        if isinstance(work[1], Pass):
-            self.happened.append("shared")
-        else:  # the clock's, say, for something that is not acknowledged yet
-            self._submit_others(work)
-
-    def _post(self, to: int, payload: Gradients, tensors: Any) -> bool:
-        self.happened.append(f"sent {', '.join(str(message[0]) for message in payload.messages)}")
-        return True
-
-    def take(self, *jobs: Job) -> list[str]:
-        self._runner.carry_out(a_pass(), [], jobs)
-        return self.happened
-
-    def wait_in(self, turn: Turn, job: Job, message_id: int) -> Any:
-        """What a send does whose gradient has not come, after the turn has run another unit."""
-        self._run(turn, [a_job(3)])
-        return self._runner.gradient_for(turn, job, message_id, 0)
-
-
-def a_pass() -> Pass:
-    return Pass(1, PassHead(PassId(0, 1, 12345), 5, False, False, False, 1), Context(5), str)
-
-
-def a_job(number: int, quick: bool = True) -> Job:
-    """Nothing has come for it, so it runs alone."""
-    return Job(Unit([number], is_quick=quick), State.RUNNING, [number])
-
-
-def test_what_quick_units_have_done_leaves_at_the_end_of_the_turn(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Clocks(monkeypatch)
-    found = Script(trio["b"], monkeypatch).take(a_job(3), a_job(2), a_job(1))
-    assert found == ["ran 3", "ran 2", "ran 1", "sent 3, 2, 1"]
-
-
-def test_what_quick_units_have_done_leaves_when_the_turn_goes_on_for_long(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Clocks(monkeypatch, wall=1)
-    found = Script(trio["b"], monkeypatch).take(a_job(2), a_job(1))
-    assert found == ["ran 2", "sent 2", "ran 1", "sent 1"]
-
-
-def test_what_quick_units_have_done_leaves_before_one_that_is_not(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Clocks(monkeypatch)
-    found = Script(trio["b"], monkeypatch).take(a_job(3), a_job(2), a_job(1, quick=False))
-    assert found == ["ran 3", "ran 2", "sent 3, 2", "ran 1", "sent 1"]
-
-
-def test_after_a_unit_that_took_long_what_is_left_is_shared_and_what_is_done_is_sent(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Clocks(monkeypatch, cpu=1)
-    found = Script(trio["b"], monkeypatch).take(a_job(3), a_job(2), a_job(1))
-    assert found == ["ran 3", "shared", "shared", "sent 3"]
-
-
-def test_before_a_unit_waits_for_a_gradient_what_is_left_is_shared_and_what_is_done_is_sent(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For that may be what the gradient waits for."""
-    script, this, gradient = Script(trio["b"], monkeypatch), a_pass(), torch.ones(2)
-    this.local.surveyed([Unit([1, 2], is_quick=True)])
-    (job,) = this.local.jobs
-    this.local.came([1, 2])
-    join = in_thread(lambda: script.wait_in(Turn(this, [a_job(4)]), job, 2))
-    assert eventually(lambda: script.happened == ["ran 3", "shared", "sent 3"]), script.happened
-    assert job.state is State.BLOCKED
-    with this.lock:
-        this.gradients[2] = {0: gradient}
-        this.tell()
-    assert join() is gradient
-
-
 CAME = threading.Event()
 
 
 def wait_until_it_came(gradient: Tensor) -> None:
-    assert CAME.wait(PATIENCE / 2), "what the turn had done before has not left"
+    assert CAME.wait(PATIENCE / 2), "what the other unit computed has not left"
 
 
 def waiting(where: str, number: int, tensor: Tensor) -> Tensor:
@@ -799,38 +632,8 @@ def waiting(where: str, number: int, tensor: Tensor) -> Tensor:
     return result
 
 
-class Held:
-    """What a module of DDP has been held back, after one unit."""
-
-    def __init__(self, happened: list[str], job: Job) -> None:
-        self.waits_for = {job}
-        self._happened = happened
-
-    def run(self, context: Context, swapping: Swapping) -> bool:
-        self._happened.append("reduced")
-        return True
-
-
-def test_before_a_reduction_waits_for_its_group_what_is_left_is_shared_and_what_is_done_is_sent(
-    trio: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """For another of the group may wait for that before it comes."""
-    worker, this = trio["b"], a_pass()
-    run = worker.autograd._runner._run
-    script = Script(worker, monkeypatch)
-    last = Job(Unit([3], is_quick=True), State.RUNNING, [])  # which computes nothing
-    this.local.surveyed([])
-    this.local.flow.active = 1
-    this.reductions[0] = Held(script.happened, last)  # type: ignore[assignment]
-    turn = Turn(this, [a_job(1)])
-    script._run(turn, [a_job(2)])
-    run(turn, [last])
-    assert script.happened == ["ran 2", "shared", "sent 2", "reduced"]
-    assert not this.error
-
-
 @pytest.mark.usefixtures("few")
-def test_what_a_turn_has_done_does_not_wait_for_a_unit_that_is_not_quick(trio: Cluster) -> None:
+def test_what_a_unit_has_computed_does_not_wait_for_another_unit(trio: Cluster) -> None:
     """Here it waits for what another's gradient causes on the other side."""
     CAME.clear()
     one, other = WEIGHTS["a"], WEIGHTS["another of a"]
@@ -838,10 +641,10 @@ def test_what_a_turn_has_done_does_not_wait_for_a_unit_that_is_not_quick(trio: C
         there = other.exp()
         there.register_hook(lambda gradient: CAME.set())
         results = [rpc.rpc_sync("b", waiting, ("b", 1, one)), rpc.rpc_sync("b", branch, ("b", 2, there))]
-        with notes_of(trio) as sent:
+        with messages_of(trio) as sent:
             autograd.backward(context_id, [torch.stack(results).sum()])
-    assert letters(sent, "a", "b") == [2], "both came at once, the newer one first"
-    assert letters(sent, "b", "a") == [1, 1]
+    assert batches(sent, "a", "b") == [2], "both came at once"
+    assert batches(sent, "b", "a") == [1, 1]
 
 
 GOT_IT = threading.Event()
@@ -857,7 +660,7 @@ def got_it() -> bool:
     return GOT_IT.wait(1.0)
 
 
-def test_what_a_turn_has_done_leaves_before_a_hook_waits_for_another_worker(trio: Cluster) -> None:
+def test_what_a_run_has_collected_leaves_before_a_hook_waits_for_another_worker(trio: Cluster) -> None:
     """Locally the newer call's branch has run by then."""
 
     def program(call: Call) -> Tensor:
@@ -994,7 +797,7 @@ def assert_bad(workers: Cluster, function: Any, mode: Mode) -> list[Sent]:
     """Fails, leaves nothing behind, and does no harm to the next context."""
     with autograd.context() as context_id:
         loss = fan_out(by_sync, 8, function)
-        with notes_of(workers) as sent:
+        with messages_of(workers) as sent:
             with pytest.raises(ZeroDivisionError, match=r"(?s)no gradient today.*This was raised on worker 'b':"):
                 autograd.backward(context_id, [loss], mode=mode)
         for worker in workers:
@@ -1008,13 +811,13 @@ def assert_bad(workers: Cluster, function: Any, mode: Mode) -> list[Sent]:
 @both_modes
 def test_a_hook_that_raises_in_one_of_the_units_that_run_together(trio: Cluster, mode: Mode) -> None:
     sent = assert_bad(trio, bad_branch, mode)
-    assert letters(sent, "a", "b") == [8]
-    assert letters(sent, "b", "a") == [], "what others of them computed before does not leave any more"
+    assert batches(sent, "a", "b") == [8]
+    assert batches(sent, "b", "a") == [], "what others of them computed before does not leave any more"
 
 
 @both_modes
 @pytest.mark.usefixtures("few")
-def test_a_hook_that_raises_in_one_of_the_units_of_a_turn(trio: Cluster, mode: Mode) -> None:
+def test_a_hook_that_raises_in_one_of_the_units_that_came_together(trio: Cluster, mode: Mode) -> None:
     assert_bad(trio, bad_long_branch, mode)
 
 
@@ -1028,25 +831,3 @@ def test_a_hook_that_raises_in_what_many_calls_have_in_common(trio: Cluster, mod
             autograd.backward(context_id, [loss], mode=mode)
     assert_nothing_left(trio)
     check(trio, fan_out, mode)
-
-
-def counting_bad_branch(where: str, number: int, tensor: Tensor) -> Tensor:
-    result = long_branch(where, number, tensor)
-    result.register_hook(see(number))
-    if number == 8:
-        result.register_hook(bad_hook)
-    return result
-
-
-@both_modes
-@pytest.mark.usefixtures("few")
-def test_no_unit_of_a_turn_runs_after_one_that_failed(trio: Cluster, mode: Mode) -> None:
-    with pytest.raises(ZeroDivisionError):
-        fan_out(locally, 8, counting_bad_branch).backward()
-    assert [which for which, _ in seen()] == [8]
-    with autograd.context() as context_id:
-        loss = fan_out(by_sync, 8, counting_bad_branch)
-        with pytest.raises(ZeroDivisionError):
-            autograd.backward(context_id, [loss], mode=mode)
-    assert_nothing_left(trio)
-    assert [which for which, _ in seen()] == [8]
