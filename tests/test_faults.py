@@ -205,6 +205,24 @@ def test_a_cut_link_is_a_loss_on_both_sides(trio: Cluster) -> None:
             assert rpc.rpc_sync("c", operator.add, (1, 2)) == 3
 
 
+def test_a_caller_that_sees_the_end_of_a_connection_first_gets_its_reason(trio: Cluster) -> None:
+    """The thread that closes a connection fails its calls a little later."""
+    agent, gate = trio["a"].agent, Gate()
+    fail_calls = agent.fail_calls
+
+    def fail_late(*args: Any) -> None:
+        time.sleep(0.5)
+        fail_calls(*args)
+
+    call = in_thread(lambda: trio["a"].rpc_sync("b", pass_through, (gate,)))
+    gate.wait_entered()
+    agent.fail_calls = fail_late  # type: ignore[method-assign]
+    trio.cut("a", "b")
+    with pytest.raises(WorkerLostError, match="worker 'b' is lost"):
+        call()
+    gate.open()
+
+
 def test_a_killed_worker_fails_what_waits_for_it_at_once(trio: Cluster) -> None:
     gate = Gate()
     rref = rpc.remote("b", Value)
