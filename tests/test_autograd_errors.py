@@ -6,6 +6,7 @@ works.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from support import AT_ONCE, PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
 from telegrad import autograd, rpc
+from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
     Discover,
     DropContext,
@@ -26,7 +28,6 @@ from telegrad._wire.messages import (
     Explored,
     Finished,
     Gradients,
-    NoteAck,
     PassFailed,
     PlanKnown,
     PlanWanted,
@@ -473,7 +474,7 @@ def test_a_deadline_says_what_came_what_is_missing_and_from_whom(trio: Cluster, 
 
 
 def test_a_deadline_in_the_wave(trio: Cluster) -> None:
-    trio.fault("drop", Explored)
+    trio.fault("stall", Explored)
     with autograd.context() as context_id:
         shared = leaf() * 1
         loss = (rpc.rpc_sync("b", double, (shared,)) + shared).sum()
@@ -498,21 +499,23 @@ def test_a_late_gradient_of_a_pass_that_failed_changes_nothing(trio: Cluster, se
     """The first backward times out, the second works, and then what belonged to the first arrives."""
     gate = Gate()
     first = 2  # the number of the pass that fails
-    handle = trio[receiver].agent.mail.handlers[Gradients]
     late: list[Callable[[], None]] = []
 
-    def hold(source: int, payload: Gradients, open_value: Any) -> None:
-        if payload.head.pass_id[1] == first and trio[source].name == sender and not late:
-            late.append(lambda: handle(source, payload, open_value))
+    def hold(link: Any, frame: Frame) -> None:
+        message = frame.message
+        assert isinstance(message, Gradients)
+        if message.head.pass_id[1] == first and trio[link.peer_id].name == sender and not late:
+            late.append(lambda: handle(link, frame))
             gate.entered.set()
         else:
-            handle(source, payload, open_value)
+            handle(link, frame)
 
     x = leaf()
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("b", double, (x * 1,)).sum()
         autograd.backward(context_id, [loss], retain_graph=True)
-        trio[receiver].agent.mail.handlers[Gradients] = hold
+        handle = trio[receiver].agent.on_request(Gradients, hold)
+        assert handle is not None
         with pytest.raises(RpcTimeoutError):
             autograd.backward(context_id, [loss], retain_graph=True, timeout=0.05)
         gate.wait_entered()
@@ -603,9 +606,7 @@ def test_a_worker_is_lost_in_the_backward(trio: Cluster, meets: bool, far: bool,
 def test_a_worker_is_lost_in_the_discovery(trio: Cluster, message: type) -> None:
     """The message is on its way to or from b when b is lost."""
     far = message in (PlanKnown, PlanWanted)
-    fault = trio.fault(
-        "delay", message, sender="b" if message in (Explored, PlanWanted) else None, count=1000, seconds=60.0
-    )
+    fault = trio.fault("stall", message, sender="b" if message in (Explored, PlanWanted) else None)
 
     def program(context_id: int) -> None:
         shared = leaf() * 1
@@ -690,10 +691,10 @@ def test_the_root_is_lost_in_the_backward(trio: Cluster, far: bool) -> None:
     next_context_works(trio, "b", "c")
 
 
-@pytest.mark.parametrize("kind", ["", "drop", "repeat", "delay"])
-def test_who_told_a_worker_of_a_context_is_lost(trio: Cluster, kind: Any) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_who_told_a_worker_of_a_context_is_lost(trio: Cluster, late: bool) -> None:
     """c heard of the context from b only; when b is lost, it asks the creator to tell it of the end."""
-    fault = trio.fault(kind, TellMe, count=2, seconds=0.05) if kind else None
+    fault = trio.fault("delay", TellMe, count=2, seconds=0.05) if late else None
     with autograd.context():
         rpc.rpc_sync("b", relay, ("c", leaf()))
         trio.kill("b")
@@ -705,24 +706,21 @@ def test_who_told_a_worker_of_a_context_is_lost(trio: Cluster, kind: Any) -> Non
 
 # --- faults of the network --------------------------------------------------------------------------------------
 
-NOTES = [Gradients, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext, NoteAck]
-FAULTS = ["drop", "repeat", "reorder", "delay"]
+INTERNAL = [Gradients, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext]
 
 
-@pytest.mark.parametrize("note", NOTES, ids=lambda note: note.__name__)
-@pytest.mark.parametrize("kind", FAULTS)
-def test_gradients_survive_what_happens_to_a_note(trio: Cluster, kind: Any, note: type) -> None:
-    fault = trio.fault(kind, note, count=2, seconds=0.03)
+@pytest.mark.parametrize("message", INTERNAL, ids=lambda message: message.__name__)
+def test_late_messages_are_only_late(trio: Cluster, message: type) -> None:
+    fault = trio.fault("delay", message, seconds=0.03)
     meeting_sources()
     far_source()
     assert eventually(lambda: fault.hits > 0)
     assert_nothing_left(trio)
 
 
-@pytest.mark.parametrize("note", [PassFailed, EndPass, DropContext, NoteAck], ids=lambda note: note.__name__)
-@pytest.mark.parametrize("kind", FAULTS)
-def test_failures_survive_what_happens_to_a_note(trio: Cluster, kind: Any, note: type) -> None:
-    fault = trio.fault(kind, note, count=3, seconds=0.03)
+@pytest.mark.parametrize("message", [PassFailed, EndPass, DropContext], ids=lambda message: message.__name__)
+def test_a_failure_that_is_told_late(trio: Cluster, message: type) -> None:
+    fault = trio.fault("delay", message, seconds=0.03)
     with autograd.context() as context_id:
         shared = leaf() * 1
         loss = (rpc.rpc_sync("b", bad_relay, ("hook", "c", shared)) + shared).sum()
@@ -734,26 +732,30 @@ def test_failures_survive_what_happens_to_a_note(trio: Cluster, kind: Any, note:
     meeting_sources()
 
 
-def test_all_notes_suffer_at_once(trio: Cluster) -> None:
-    dropped = [trio.fault("drop", note, count=1) for note in NOTES]
-    for note in NOTES:
-        trio.fault("repeat", note, count=2)
-        trio.fault("delay", note, count=2, seconds=0.02)
-        trio.fault("reorder", note, count=2)
+def test_all_messages_are_late_at_once(trio: Cluster) -> None:
+    late = [
+        trio.fault("delay", message, count=4, seconds=0.005 + 0.005 * number) for number, message in enumerate(INTERNAL)
+    ]
     for _ in range(3):
         meeting_sources()
         meeting_sources("c", "b")
         far_source()
     assert_nothing_left(trio)
-    assert [fault.hits for fault in dropped] == [1] * len(NOTES)
+    assert all(fault.hits for fault in late)
 
 
-def test_a_repeated_gradient_is_added_once(trio: Cluster) -> None:
-    fault = trio.fault("repeat", Gradients)
-    for _ in range(3):
+@pytest.mark.parametrize("bytes", [0, 20, 1 << 20], ids=["before", "within", "after"])
+@pytest.mark.parametrize("message", INTERNAL, ids=lambda message: message.__name__)
+def test_a_connection_is_cut_at_a_message(trio: Cluster, message: type, bytes: int) -> None:
+    """The pass fails at once, unless the message was not needed any more; nothing stays behind on either side."""
+    fault = trio.fault("cut", message, count=1, bytes=bytes)
+    start = time.monotonic()
+    with contextlib.suppress(WorkerLostError):
         meeting_sources()
         far_source()
-    assert fault.hits >= 12
+    assert time.monotonic() - start < AT_ONCE
+    assert eventually(lambda: fault.hits == 1)
+    assert_nothing_left(trio)
 
 
 def test_a_link_that_is_cut_is_a_lost_worker(trio: Cluster) -> None:

@@ -20,7 +20,6 @@ from telegrad._wire.messages import (
     Goodbye,
     InSegment,
     Node,
-    Note,
     Reply,
     SegmentReleased,
     TensorMeta,
@@ -29,7 +28,7 @@ from telegrad.errors import ProtocolError
 from wire_trip import FUZZ_EXAMPLES
 
 MESSAGES = typing.get_args(messages.Message)
-PAYLOADS = typing.get_args(messages.InternalMessage)
+INTERNAL = typing.get_args(messages.InternalMessage)
 
 sizes = st.integers(0, 2**63 - 1)
 numbers = st.integers(-(2**63), 2**63 - 1)
@@ -80,7 +79,7 @@ def record(kind):
 
 def field(hint):
     if hint == messages.InternalMessage:
-        return st.one_of([record(kind) for kind in PAYLOADS])
+        return st.one_of([record(kind) for kind in INTERNAL])
     if hint in BY_TYPE:
         return BY_TYPE[hint]
     match parts(hint):
@@ -146,21 +145,19 @@ def example(hint):
     return filled(hint)
 
 
-CORPUS = [codec.encode(filled(kind)) for kind in MESSAGES] + [
-    codec.encode(Note(1, 0, filled(payload))) for payload in PAYLOADS
-]
+CORPUS = [codec.encode(filled(kind)) for kind in MESSAGES]
 
 
 # --- round trips ----------------------------------------------------------------------------------------------------
 
 
-def test_every_record_with_a_tag_is_a_message_or_a_note():
+def test_every_record_with_a_tag_is_a_message():
     records = {
         value
         for value in vars(messages).values()
         if isinstance(value, type) and issubclass(value, messages._Record) and value.__struct_config__.tag is not None
     }
-    assert records == {*MESSAGES, *PAYLOADS}
+    assert records == set(MESSAGES)
 
 
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
@@ -181,12 +178,6 @@ def test_any_message_comes_back(kind):
     check()
 
 
-@pytest.mark.parametrize("payload", PAYLOADS, ids=lambda kind: kind.__name__)
-def test_every_payload_of_a_note_comes_back(payload):
-    message = Note(1, 0, filled(payload), (2, 3), EXAMPLES[Body])
-    assert codec.decode(codec.encode(message)) == message
-
-
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview])
 def test_a_header_may_be_any_memory(wrap):
     assert codec.decode(wrap(codec.encode(Goodbye()))) == Goodbye()
@@ -195,12 +186,12 @@ def test_a_header_may_be_any_memory(wrap):
 def test_a_request_goes_one_way_and_its_answer_the_other():
     from_dialler, from_dialled = messages.FROM_DIALLER, messages.FROM_DIALLED
     assert from_dialler | from_dialled == set(MESSAGES)
-    assert from_dialler - from_dialled == {Call, messages.RemoteCall, messages.Fetch, messages.Barrier, Note}
+    assert from_dialler - from_dialled == {Call, messages.RemoteCall, messages.Fetch, messages.Barrier, *INTERNAL}
     assert from_dialled - from_dialler == {Reply, Failure}
 
 
 def test_a_tag_is_used_once():
-    tags = [kind.__struct_config__.tag for kind in (*MESSAGES, *PAYLOADS)]
+    tags = [kind.__struct_config__.tag for kind in MESSAGES]
     assert len(set(tags)) == len(tags)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -205,6 +206,24 @@ def test_a_cut_link_is_a_loss_on_both_sides(trio: Cluster) -> None:
             assert rpc.rpc_sync("c", operator.add, (1, 2)) == 3
 
 
+def test_a_caller_that_sees_the_end_of_a_connection_first_gets_its_reason(trio: Cluster) -> None:
+    """The thread that closes a connection fails its calls a little later."""
+    agent, gate = trio["a"].agent, Gate()
+    fail_calls = agent.fail_calls
+
+    def fail_late(*args: Any) -> None:
+        time.sleep(0.5)
+        fail_calls(*args)
+
+    call = in_thread(lambda: trio["a"].rpc_sync("b", pass_through, (gate,)))
+    gate.wait_entered()
+    agent.fail_calls = fail_late  # type: ignore[method-assign]
+    trio.cut("a", "b")
+    with pytest.raises(WorkerLostError, match="worker 'b' is lost"):
+        call()
+    gate.open()
+
+
 def test_a_killed_worker_fails_what_waits_for_it_at_once(trio: Cluster) -> None:
     gate = Gate()
     rref = rpc.remote("b", Value)
@@ -286,3 +305,38 @@ def test_the_creator_dies_and_a_third_worker_keeps_the_value(trio: Cluster) -> N
     _kept.clear()
     assert_no_references(trio)
     assert not _alive
+
+
+# --- threads ----------------------------------------------------------------------------------------------------
+
+
+class LateLook(dict[int, Any]):
+    """The pending calls of a link.  Between the look at them and what follows from it, another thread makes a call."""
+
+    def __init__(self, calls: dict[int, Any], make_call: Callable[[], None]) -> None:
+        super().__init__(calls)
+        self.make_call: Callable[[], None] | None = make_call
+
+    def __len__(self) -> int:
+        count = super().__len__()
+        if not count and self.make_call is not None:
+            make_call, self.make_call = self.make_call, None
+            make_call()
+        return count
+
+
+def test_a_call_that_is_made_while_a_thread_stops_reading_is_answered(trio: Cluster) -> None:
+    rpc.rpc_sync("b", operator.add, (1, 2))
+    link = trio["a"].agent.peer("b").link
+    assert link is not None
+    made: list[Any] = []
+
+    def make_call() -> None:
+        thread = threading.Thread(target=lambda: made.append(trio["a"].rpc_async("b", operator.add, (3, 4), timeout=0)))
+        thread.start()
+        thread.join(0.2)  # or it waits for this thread
+
+    link.pending = LateLook(link.pending, make_call)
+    rpc.rpc_sync("b", operator.add, (1, 2))
+    assert eventually(lambda: made and made[0].done(), AT_ONCE), "nobody reads the answer"
+    assert made[0].value() == 7

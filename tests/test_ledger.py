@@ -1,4 +1,4 @@
-"""The fork protocol: single steps, and random programs over a network that reorders, repeats and kills."""
+"""The fork protocol: single steps, and random programs with messages in any order, or twice, and dying workers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from telegrad._wire.messages import (
 from telegrad.errors import ProtocolError, UsageError, WorkerLostError
 
 STRANGER = WorkerId(99)
-NOTES = (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete)
+MESSAGES = (ForkRequest, ForkAccepted, ForkRefused, ChildConfirmed, UserDelete)
 A, B, C, O = (WorkerId(number) for number in range(4))  # noqa: E741
 
 
@@ -52,7 +52,7 @@ def test_a_remote_value_lives_until_its_creator_drops_it() -> None:
     x = confirmed_remote(a, o)
     assert o.owner_ids == {x}
     assert a.drop(x) == [Send(O, UserDelete(x, x))]
-    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
     assert a.empty
     assert o.empty
 
@@ -85,7 +85,7 @@ def test_the_owner_counts_what_it_shares_at_once() -> None:
     assert a.receive(fork) == (fork.fork_id, [])
     assert a.is_confirmed(fork.fork_id)
     assert a.drop(fork.fork_id) == [Send(O, UserDelete(x, fork.fork_id))]
-    assert o.on_note(A, UserDelete(x, fork.fork_id)) == [Free(x)]
+    assert o.on_message(A, UserDelete(x, fork.fork_id)) == [Free(x)]
 
 
 def test_user_to_user_follows_the_numbered_steps() -> None:
@@ -97,13 +97,13 @@ def test_user_to_user_follows_the_numbered_steps() -> None:
     assert not c.is_confirmed(child)
     assert a.drop(x) == []  # 4
     assert out == [Send(O, ForkRequest(x, child))]  # 5
-    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]  # 6, 7
-    assert c.on_note(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child))]  # 8
+    assert o.on_message(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]  # 6, 7
+    assert c.on_message(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child))]  # 8
     assert c.is_confirmed(child)
-    assert a.on_note(C, ChildConfirmed(child)) == [Send(O, UserDelete(x, x))]  # 9
-    assert o.on_note(A, UserDelete(x, x)) == []  # 10
+    assert a.on_message(C, ChildConfirmed(child)) == [Send(O, UserDelete(x, x))]  # 9
+    assert o.on_message(A, UserDelete(x, x)) == []  # 10
     assert c.drop(child) == [Send(O, UserDelete(x, child))]  # 11, 12
-    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]  # 13
+    assert o.on_message(C, UserDelete(x, child)) == [Free(x)]  # 13
     assert a.empty
     assert c.empty
     assert o.empty
@@ -115,7 +115,7 @@ def test_a_pending_child_that_was_dropped_is_deleted_once_accepted() -> None:
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
     assert c.drop(child) == []
-    assert c.on_note(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child)), Send(O, UserDelete(x, child))]
+    assert c.on_message(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child)), Send(O, UserDelete(x, child))]
     assert c.empty
 
 
@@ -124,8 +124,8 @@ def test_all_children_must_be_confirmed_before_the_parent_goes() -> None:
     x = confirmed_remote(a, o)
     first, second = a.share(x, x, B), a.share(x, x, C)
     assert a.drop(x) == []
-    assert a.on_note(B, ChildConfirmed(first.fork_id)) == []
-    assert a.on_note(C, ChildConfirmed(second.fork_id)) == [Send(O, UserDelete(x, x))]
+    assert a.on_message(B, ChildConfirmed(first.fork_id)) == []
+    assert a.on_message(C, ChildConfirmed(second.fork_id)) == [Send(O, UserDelete(x, x))]
 
 
 def test_user_to_owner_becomes_a_local_handle() -> None:
@@ -133,9 +133,9 @@ def test_user_to_owner_becomes_a_local_handle() -> None:
     x = confirmed_remote(a, o)
     fork = a.share(x, x, O)
     assert o.receive(fork) == (None, [Send(A, ChildConfirmed(fork.fork_id))])
-    assert a.on_note(O, ChildConfirmed(fork.fork_id)) == []
+    assert a.on_message(O, ChildConfirmed(fork.fork_id)) == []
     a.drop(x)
-    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.on_message(A, UserDelete(x, x)) == []
     assert o.release(x) == [Free(x)]
 
 
@@ -147,7 +147,7 @@ def test_a_request_lends_to_the_owner_and_nothing_follows() -> None:
     assert o.receive(fork) == (None, [])
     assert a.counts()["pending_children"] == 0
     assert a.drop(x) == [Send(O, UserDelete(x, x))]  # after the answer
-    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.on_message(A, UserDelete(x, x)) == []
     assert o.release(x) == [Free(x)]
 
 
@@ -188,8 +188,8 @@ def test_a_user_shares_with_itself() -> None:
     assert child is not None
     assert out == [Send(O, ForkRequest(x, child))]
     assert a.drop(x) == []
-    assert o.on_note(A, ForkRequest(x, child)) == [Send(A, ForkAccepted(child))]
-    assert a.on_note(O, ForkAccepted(child)) == [Send(O, UserDelete(x, x))]  # no note to oneself
+    assert o.on_message(A, ForkRequest(x, child)) == [Send(A, ForkAccepted(child))]
+    assert a.on_message(O, ForkAccepted(child)) == [Send(O, UserDelete(x, x))]  # no message to oneself
     assert a.drop(child) == [Send(O, UserDelete(x, child))]
     assert a.empty
 
@@ -216,11 +216,11 @@ def test_a_fork_request_overtakes_the_remote_call() -> None:
     x, _ = a.create_remote(O)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
+    assert o.on_message(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
     assert "(expected)" in repr(o)
-    assert o.on_note(C, UserDelete(x, child)) == []  # the creator's fork counts already
+    assert o.on_message(C, UserDelete(x, child)) == []  # the creator's fork counts already
     assert o.remote_arrived(x, x, A) == []
-    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
     assert o.empty
 
 
@@ -240,12 +240,12 @@ def test_a_user_delete_overtakes_the_remote_call() -> None:
     assert a.creation_timed_out(x) == []
     assert not a.is_confirmed(x)
     assert a.drop(x) == [Send(O, UserDelete(x, x))]
-    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.on_message(A, UserDelete(x, x)) == []
     assert o.counts()["tombstones"] == 1
     assert "tombstone 0:0@0" in repr(o)
     assert o.remote_arrived(x, x, A) == [Free(x)]
     assert o.empty
-    assert o.on_note(A, UserDelete(x, x)) == []  # repeated: must not dig a second grave
+    assert o.on_message(A, UserDelete(x, x)) == []  # repeated: must not dig a second grave
     assert o.empty
 
 
@@ -254,10 +254,10 @@ def test_the_late_call_still_serves_those_who_hold_its_value() -> None:
     x, _ = a.create_remote(O)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    o.on_note(C, ForkRequest(x, child))
-    assert o.on_note(A, UserDelete(x, x)) == []  # A timed out and dropped
+    o.on_message(C, ForkRequest(x, child))
+    assert o.on_message(A, UserDelete(x, x)) == []  # A timed out and dropped
     assert o.remote_arrived(x, x, A) == []
-    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+    assert o.on_message(C, UserDelete(x, child)) == [Free(x)]
     assert o.empty
 
 
@@ -265,10 +265,10 @@ def test_a_tombstone_outlives_any_number_of_other_deletions(monkeypatch: pytest.
     monkeypatch.setattr(ledger_module, "ENDED_FORKS_REMEMBERED", 2)
     a, _, _, o = ledgers()
     x, _ = a.create_remote(O)
-    o.on_note(A, UserDelete(x, x))
+    o.on_message(A, UserDelete(x, x))
     for _ in range(5):
         y = confirmed_remote(a, o)
-        assert o.on_note(A, UserDelete(y, y)) == [Free(y)]
+        assert o.on_message(A, UserDelete(y, y)) == [Free(y)]
     assert o.remote_arrived(x, x, A) == [Free(x)]
     assert o.empty
 
@@ -305,36 +305,36 @@ def test_a_call_that_never_left_but_was_shared_tells_the_owner() -> None:
     x, _ = a.create_remote(O)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    o.on_note(C, ForkRequest(x, child))
+    o.on_message(C, ForkRequest(x, child))
     assert a.creation_failed(x) == [Broken(x)]
-    a.on_note(C, ChildConfirmed(child))
+    a.on_message(C, ChildConfirmed(child))
     assert a.drop(x) == [Send(O, UserDelete(x, x))]
-    o.on_note(A, UserDelete(x, x))
-    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+    o.on_message(A, UserDelete(x, x))
+    assert o.on_message(C, UserDelete(x, child)) == [Free(x)]
 
 
-# --- repeated and late events -----------------------------------------------------------------------------------
+# --- late events, and messages that a worker sends twice ---------------------------------------------------------
 
 
-def test_repeated_notes_change_nothing() -> None:
+def test_repeated_messages_change_nothing() -> None:
     a, _, c, o = ledgers()
     x = confirmed_remote(a, o)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    o.on_note(C, ForkRequest(x, child))
-    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
-    c.on_note(O, ForkAccepted(child))
-    assert c.on_note(O, ForkAccepted(child)) == []
-    assert c.on_note(O, ForkRefused(child)) == []
-    a.on_note(C, ChildConfirmed(child))
-    assert a.on_note(C, ChildConfirmed(child)) == []
+    o.on_message(C, ForkRequest(x, child))
+    assert o.on_message(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
+    c.on_message(O, ForkAccepted(child))
+    assert c.on_message(O, ForkAccepted(child)) == []
+    assert c.on_message(O, ForkRefused(child)) == []
+    a.on_message(C, ChildConfirmed(child))
+    assert a.on_message(C, ChildConfirmed(child)) == []
     c.drop(child)
-    assert o.on_note(C, UserDelete(x, child)) == []
-    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkRefused(child))]  # ended: never counted again
-    assert c.on_note(O, ForkRefused(child)) == []
+    assert o.on_message(C, UserDelete(x, child)) == []
+    assert o.on_message(C, ForkRequest(x, child)) == [Send(C, ForkRefused(child))]  # ended: never counted again
+    assert c.on_message(O, ForkRefused(child)) == []
     a.drop(x)
-    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
-    assert o.on_note(A, UserDelete(x, x)) == []
+    assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
+    assert o.on_message(A, UserDelete(x, x)) == []
     assert o.empty
 
 
@@ -381,8 +381,8 @@ def test_losing_a_holder_frees() -> None:
     x = confirmed_remote(a, o)
     assert o.worker_lost(A) == [Free(x)]
     assert o.worker_lost(A) == []
-    assert o.on_note(A, UserDelete(x, x)) == []
-    assert o.on_note(A, ForkRequest(x, GlobalId(0, 9))) == []
+    assert o.on_message(A, UserDelete(x, x)) == []
+    assert o.on_message(A, ForkRequest(x, GlobalId(0, 9))) == []
     assert o.remote_arrived(x, x, A) == [Free(x)]
     assert o.empty
 
@@ -421,8 +421,8 @@ def test_a_lost_parent_hears_nothing_and_a_freed_value_is_refused() -> None:
     assert child is not None
     c.worker_lost(A)
     assert o.worker_lost(A) == [Free(x)]
-    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkRefused(child))]
-    assert c.on_note(O, ForkRefused(child)) == [Broken(child)]
+    assert o.on_message(C, ForkRequest(x, child)) == [Send(C, ForkRefused(child))]
+    assert c.on_message(O, ForkRefused(child)) == [Broken(child)]
     assert c.drop(child) == []
     assert c.empty
 
@@ -432,7 +432,7 @@ def test_a_refused_child_still_releases_its_parent() -> None:
     x = confirmed_remote(a, o)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    assert c.on_note(O, ForkRefused(child)) == [Send(A, ChildConfirmed(child)), Broken(child)]
+    assert c.on_message(O, ForkRefused(child)) == [Send(A, ChildConfirmed(child)), Broken(child)]
 
 
 def test_the_owner_receives_a_value_that_it_freed_after_a_loss() -> None:
@@ -450,15 +450,15 @@ def test_an_expected_value_breaks_with_its_creator() -> None:
     x, _ = a.create_remote(O)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    o.on_note(C, ForkRequest(x, child))
+    o.on_message(C, ForkRequest(x, child))
     assert o.worker_lost(A) == [Broken(x)]
-    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+    assert o.on_message(C, UserDelete(x, child)) == [Free(x)]
 
 
 def test_a_tombstone_goes_with_its_holder() -> None:
     a, _, _, o = ledgers()
     x, _ = a.create_remote(O)
-    o.on_note(A, UserDelete(x, x))
+    o.on_message(A, UserDelete(x, x))
     assert not o.empty
     o.worker_lost(A)
     assert o.empty
@@ -481,11 +481,11 @@ def test_only_its_holder_deletes_a_fork() -> None:
     x = confirmed_remote(a, o)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    o.on_note(C, ForkRequest(x, child))
+    o.on_message(C, ForkRequest(x, child))
     for sender, fork_id in ((B, x), (C, x), (A, child), (B, child)):
-        assert o.on_note(sender, UserDelete(x, fork_id)) == []
-    assert o.on_note(A, UserDelete(x, x)) == []
-    assert o.on_note(C, UserDelete(x, child)) == [Free(x)]
+        assert o.on_message(sender, UserDelete(x, fork_id)) == []
+    assert o.on_message(A, UserDelete(x, x)) == []
+    assert o.on_message(C, UserDelete(x, child)) == [Free(x)]
 
 
 def test_a_foreign_deletion_does_not_count_as_the_end_of_a_fork() -> None:
@@ -494,17 +494,17 @@ def test_a_foreign_deletion_does_not_count_as_the_end_of_a_fork() -> None:
     x = confirmed_remote(a, o)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
-    assert o.on_note(B, UserDelete(x, child)) == []
-    assert o.on_note(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
+    assert o.on_message(B, UserDelete(x, child)) == []
+    assert o.on_message(C, ForkRequest(x, child)) == [Send(C, ForkAccepted(child))]
 
 
 def test_a_foreign_deletion_leaves_no_tombstone() -> None:
     a, _, _, o = ledgers()
     x, _ = a.create_remote(O)
-    assert o.on_note(B, UserDelete(x, x)) == []
+    assert o.on_message(B, UserDelete(x, x)) == []
     assert o.counts()["tombstones"] == 0
     assert o.remote_arrived(x, x, A) == []
-    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
 
 
 @pytest.mark.parametrize("arrived", [True, False])
@@ -513,12 +513,12 @@ def test_a_fork_cannot_be_taken_over(arrived: bool) -> None:
     x, _ = a.create_remote(O)
     if arrived:
         o.remote_arrived(x, x, A)
-    assert o.on_note(B, ForkRequest(x, x)) == [Send(B, ForkRefused(x))]
-    assert o.on_note(B, UserDelete(x, x)) == []
+    assert o.on_message(B, ForkRequest(x, x)) == [Send(B, ForkRefused(x))]
+    assert o.on_message(B, UserDelete(x, x)) == []
     if not arrived:
         assert o.remote_arrived(x, x, A) == []
     assert o.worker_lost(B) == []
-    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
 
 
 def test_only_the_owner_confirms_or_refuses_a_fork() -> None:
@@ -527,10 +527,10 @@ def test_only_the_owner_confirms_or_refuses_a_fork() -> None:
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
     for sender in (A, B):
-        assert c.on_note(sender, ForkAccepted(child)) == c.on_note(sender, ForkRefused(child)) == []
+        assert c.on_message(sender, ForkAccepted(child)) == c.on_message(sender, ForkRefused(child)) == []
         assert not c.is_confirmed(child)
-    assert c.on_note(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child))]
-    assert c.on_note(B, ForkRefused(child)) == []
+    assert c.on_message(O, ForkAccepted(child)) == [Send(A, ChildConfirmed(child))]
+    assert c.on_message(B, ForkRefused(child)) == []
     assert c.is_confirmed(child)
 
 
@@ -540,8 +540,8 @@ def test_only_the_child_confirms_itself_to_its_parent() -> None:
     child = a.share(x, x, C).fork_id
     assert a.drop(x) == []
     for sender in (B, O):
-        assert a.on_note(sender, ChildConfirmed(child)) == []
-    assert a.on_note(C, ChildConfirmed(child)) == [Send(O, UserDelete(x, x))]
+        assert a.on_message(sender, ChildConfirmed(child)) == []
+    assert a.on_message(C, ChildConfirmed(child)) == [Send(O, UserDelete(x, x))]
 
 
 @pytest.mark.parametrize("ids", ["rref", "fork"])
@@ -584,7 +584,7 @@ def test_a_worker_cannot_return_the_fork_of_another_to_the_owner() -> None:
     x = confirmed_remote(a, o)
     give(o, RRefFork(x, x, O, C))
     assert o.owner_ids == {x}
-    assert o.on_note(A, UserDelete(x, x)) == [Free(x)]
+    assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
 
 
 def test_a_worker_cannot_return_to_the_owner_what_it_gave_to_another() -> None:
@@ -592,16 +592,16 @@ def test_a_worker_cannot_return_to_the_owner_what_it_gave_to_another() -> None:
     x = confirmed_remote(a, o)
     given = a.share(x, x, C)
     c.receive(given)
-    o.on_note(C, ForkRequest(x, given.fork_id))
-    c.on_note(O, ForkAccepted(given.fork_id))
+    o.on_message(C, ForkRequest(x, given.fork_id))
+    c.on_message(O, ForkAccepted(given.fork_id))
     passed_on = c.share(x, given.fork_id, B)
     b.receive(passed_on)
-    o.on_note(B, ForkRequest(x, passed_on.fork_id))
-    o.on_note(A, UserDelete(x, x))
-    o.on_note(C, UserDelete(x, given.fork_id))
+    o.on_message(B, ForkRequest(x, passed_on.fork_id))
+    o.on_message(A, UserDelete(x, x))
+    o.on_message(C, UserDelete(x, given.fork_id))
     give(o, passed_on)
     assert o.owner_ids == {x}, "B holds it"
-    assert o.on_note(B, UserDelete(x, passed_on.fork_id)) == [Free(x)]
+    assert o.on_message(B, UserDelete(x, passed_on.fork_id)) == [Free(x)]
 
 
 def test_a_worker_cannot_make_another_drop_its_own_fork() -> None:
@@ -651,13 +651,14 @@ class Packet:
     source: WorkerId
     to: WorkerId
     content: RemoteCalled | RemoteAnswered | Answered | RRefFork | InternalMessage | Died
-    repeats: int = 2  # how often a note may come once more
+    repeats: int = 2  # how often a message may come once more
 
 
 class World:
     """Workers, a network with no order at all, and a bookkeeper that knows what every ledger should only infer.
 
-    Any packet may be delivered next, so a note that is lost and sent again is just one that is delivered late.
+    A connection keeps the order of its messages, but they are handled on several threads; and a worker that misbehaves
+    may send one twice.
     """
 
     def __init__(self, workers: int = 4) -> None:
@@ -758,16 +759,16 @@ class World:
     def forge(self, victim: WorkerId, rref_id: GlobalId, fork_id: GlobalId) -> None:
         """A worker that holds nothing says all that could do harm: nothing follows, and ``check`` holds as before."""
         ledger = self.ledgers[victim]
-        assert ledger.on_note(STRANGER, UserDelete(rref_id, fork_id)) == []
+        assert ledger.on_message(STRANGER, UserDelete(rref_id, fork_id)) == []
         for kind in (ForkAccepted, ForkRefused, ChildConfirmed):
-            assert ledger.on_note(STRANGER, kind(fork_id)) == []
+            assert ledger.on_message(STRANGER, kind(fork_id)) == []
         if victim == self.owner[rref_id] and rref_id in ledger.owner_ids:
             # The id of a reference is that of its creator's fork, which may be gone already.
-            assert ledger.on_note(STRANGER, ForkRequest(rref_id, rref_id)) in (
+            assert ledger.on_message(STRANGER, ForkRequest(rref_id, rref_id)) in (
                 [Send(STRANGER, ForkRefused(rref_id))],
                 [Send(STRANGER, ForkAccepted(rref_id))],
             )
-            assert ledger.on_note(STRANGER, UserDelete(rref_id, rref_id)) == []
+            assert ledger.on_message(STRANGER, UserDelete(rref_id, rref_id)) == []
 
     def give_up(self, packet: Packet, never_left: bool = False) -> None:
         """The caller stops waiting (its call or the answer is still under way), or could not send a message at all."""
@@ -803,7 +804,7 @@ class World:
 
     def deliver(self, packet: Packet, again: bool = False) -> None:
         ledger = self.ledgers[packet.to]
-        repeat = again and packet.repeats > 0 and isinstance(packet.content, NOTES)
+        repeat = again and packet.repeats > 0 and isinstance(packet.content, MESSAGES)
         if repeat:
             packet.repeats -= 1
         else:
@@ -833,15 +834,15 @@ class World:
                 for fork_id in [fork_id for fork_id, times in self.lent.items() if times]:
                     if self.holder[fork_id] == packet.to and self.owner_of_fork(fork_id) == worker:
                         self.answered(fork_id, self.lent[fork_id])
-            case note:
-                self.obey(packet.to, ledger.on_note(packet.source, note))
+            case message:
+                self.obey(packet.to, ledger.on_message(packet.source, message))
 
     def obey(self, worker: WorkerId, instructions: list[Instruction]) -> None:
         for instruction in instructions:
             match instruction:
-                case Send(to, note):
-                    assert to != worker, "a note to oneself"
-                    self.post(worker, to, note)
+                case Send(to, message):
+                    assert to != worker, "a message to oneself"
+                    self.post(worker, to, message)
                 case Free(rref_id):
                     assert self.owner[rref_id] == worker
                     self.freed.add(rref_id)

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,19 +23,21 @@ from random_programs.language import Action, Call, Do, Hook, How, LeafAction, No
 from random_programs.operations import OPERATIONS
 from random_programs.shrink import shrink
 from random_programs.stage import Stage, stage
+from support import AT_ONCE as SOON
 from support import eventually
 from telegrad import autograd
+from telegrad._agent.peers import PeerState
+from telegrad._wire import messages
 from telegrad._wire.messages import (
     Discover,
     DropContext,
     Explored,
     Finished,
     Gradients,
-    NoteAck,
     PlanKnown,
     PlanWanted,
 )
-from telegrad.testing.faults import Kind
+from telegrad.errors import WorkerLostError
 from worker_processes import WorkerProcess, running_workers
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -43,9 +47,9 @@ BATCH = 50
 AT_ONCE = 25
 OVER_PROCESSES = 50
 UNDER_FAULTS = 60
+CUT = 12
 
-FAULTS: list[Kind] = ["drop", "repeat", "reorder", "delay"]
-INTERNAL = [Gradients, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext, NoteAck]
+INTERNAL = [Gradients, Finished, Discover, Explored, PlanWanted, PlanKnown, DropContext]
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +109,6 @@ def _keeps_nothing(process: WorkerProcess) -> bool:
 # --- under faults -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def hasty_workers() -> Iterator[Stage]:
-    """They repeat a note soon, so that one which was lost costs little time."""
-    with stage() as workers:
-        yield workers
-
-
 @functools.cache
 def _planned() -> list[tuple[Program, local.Local]]:
     """Programs that send every kind of message: small ones in which sources meet."""
@@ -122,16 +119,36 @@ def _planned() -> list[tuple[Program, local.Local]]:
 
 
 @pytest.mark.parametrize("message", INTERNAL, ids=lambda message: message.__name__)
-@pytest.mark.parametrize("kind", FAULTS)
-def test_programs_under_faults(hasty_workers: Stage, kind: Kind, message: type) -> None:
+def test_programs_with_late_messages(workers: Stage, message: type) -> None:
     hits = 0
     for program, oracle in _planned():
-        fault = hasty_workers.workers.fault(kind, message, count=1 if kind == "drop" else None, seconds=0.005)
-        hasty_workers.check(program, "smart", oracle)
+        fault = workers.workers.fault("delay", message, seconds=0.005)
+        workers.check(program, "smart", oracle)
         hits += fault.hits
-        hasty_workers.workers.faults.clear()
+        workers.workers.faults.clear()
     assert hits > UNDER_FAULTS / 10, "the fault hardly ever struck"
-    assert hasty_workers.leftovers() == []
+    assert workers.leftovers() == []
+
+
+@pytest.mark.parametrize("message", [messages.Call, messages.Reply, *INTERNAL], ids=lambda message: message.__name__)
+def test_programs_with_a_cut(message: type) -> None:
+    """A program fails with WorkerLostError, or does not need the two workers any more.  Nothing of it stays behind when
+    one of the two is gone."""
+    hits = 0
+    for number, (program, oracle) in enumerate(_planned()[:CUT]):
+        with stage(graceful=False) as cast:
+            fault = cast.workers.fault("cut", message, count=1, bytes=(0, 17, 100, 1 << 20)[number % 4])
+            start = time.monotonic()
+            with contextlib.suppress(WorkerLostError):
+                cast.check(program, "smart", oracle, alone=False)
+            assert time.monotonic() - start < SOON, program
+            hits += fault.hits
+            for worker in cast.workers:
+                lost = [peer.name for peer in worker.agent.peers if peer.state is PeerState.LOST]
+                if lost and not worker.closed and not cast.workers[lost[0]].closed:
+                    cast.workers.kill(lost[0])
+            assert cast.leftovers(failed=True) == [], program
+    assert hits > 0, "the fault never struck"
 
 
 # --- the tools themselves -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Workers of this process on which programs run, with every note that they send counted."""
+"""Workers of this process on which programs run, with every internal message that they send counted."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ class Stage:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         for worker in workers:
-            self._count_notes(worker)
+            self._count_messages(worker)
 
-    def _count_notes(self, worker: Worker) -> None:
-        """Where they are posted, for a note to oneself has no carrier, and a repeated one should count once."""
-        post: Callable[..., bool] = worker.agent.send_message
+    def _count_messages(self, worker: Worker) -> None:
+        """Where they are sent, so that those to oneself count too."""
+        send: Callable[..., bool] = worker.agent.send_message
 
-        def counted(to: int, payload: Any, *rest: Any, **options: Any) -> bool:
+        def counted(to: int, message: Any, *rest: Any, **options: Any) -> bool:
             with self._lock:
-                self._counts[type(payload).__name__] += 1
-                if isinstance(payload, Gradients):
-                    self._counts["of messages"] += len(payload.messages)
-                    self._counts["Finished"] += payload.finished is not None
-            return post(to, payload, *rest, **options)
+                self._counts[type(message).__name__] += 1
+                if isinstance(message, Gradients):
+                    self._counts["of messages"] += len(message.messages)
+                    self._counts["Finished"] += message.finished is not None
+            return send(to, message, *rest, **options)
 
         worker.agent.send_message = counted  # type: ignore[method-assign]
 
@@ -70,22 +70,23 @@ class Stage:
             raise Mismatch(f"{error}\n\n{mode} run of {program}") from None
         return True
 
-    def leftovers(self, patience: float = 5.0) -> list[str]:
-        """What the workers still keep of programs that have ended, given some time to let go of it."""
+    def leftovers(self, patience: float = 5.0, failed: bool = False) -> list[str]:
+        """What the workers still keep of programs that have ended, given some time to let go of it.
+
+        A program that ``failed`` keeps its references itself.
+        """
         deadline = time.monotonic() + patience
-        while (left := self._left()) and time.monotonic() < deadline:
+        while (left := self._left(failed)) and time.monotonic() < deadline:
             gc.collect()  # an exception holds its frames, and these what they used
             time.sleep(0.01)
         return left
 
-    def _left(self) -> list[str]:
+    def _left(self, failed: bool) -> list[str]:
         left = []
-        for worker in self.workers:
+        for worker in (each for each in self.workers if not each.closed):
             left += [f"{worker.name}: {context!r}" for context in worker.autograd.registry]
-            left += [f"{worker.name}: {worker.references!r}"] if not worker.references.empty else []
-            left += (
-                [f"{worker.name}: {worker.agent.mail.unacknowledged} notes"] if worker.agent.mail.unacknowledged else []
-            )
+            left += [f"{worker.name}: {worker.references!r}"] if not failed and not worker.references.empty else []
+            left += [f"{worker.name}: {call!r}" for call in worker.agent.plane.pending]
         return left
 
 

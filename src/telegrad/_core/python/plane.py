@@ -538,6 +538,8 @@ class PythonPlane:
 
     def close(self, timeout: float) -> None:
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             threads = [*self._threads, self._timer]
         self._wake_timer()
