@@ -626,13 +626,13 @@ def test_a_call_that_takes_a_reference_to_its_owner_sends_nothing_else(
 ) -> None:
     rref = rpc.remote("b", Thing, (5,))
     assert eventually(rref.confirmed_by_owner)
-    notes: list[Any] = []
+    sent: list[Any] = []
     for worker in trio:
-        monkeypatch.setattr(worker.agent.mail, "post", lambda to, payload, **_: notes.append(payload))
+        monkeypatch.setattr(worker.agent, "send_message", lambda to, message, **_: sent.append(message))
     assert rref.rpc_sync().get() == 5
     assert rpc.rpc_async("b", operator.call, (rpc.RRef.is_owner, rref)).wait() is True
     monkeypatch.undo()
-    assert notes == []
+    assert sent == []
     assert things() == 1
 
 
