@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from support import PATIENCE, assert_no_references, eventually, no_new_threads
 from telegrad import autograd, rpc
+from telegrad._torch import carried_by_engine
 from telegrad._wire.messages import Gradients
 from telegrad._worker import Worker
 from telegrad.autograd import graph, run
@@ -435,6 +436,24 @@ def test_gradients_leave_at_once_where_something_is_computed_after_them(trio: Cl
 
     sent = check(trio, program)
     assert batches(sent, "a", "b") == [1, 1]
+
+
+@both_modes
+def test_a_batch_that_nothing_can_join_leaves_from_within_the_engine(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    """But not the one that may take along that its sender has finished."""
+    leaves: list[tuple[bool, bool]] = []
+    send = run.Run._send_batch
+
+    def noted(self: run.Run, to: int, batch: run.GradientBatch) -> None:
+        leaves.append((self.this.is_root, carried_by_engine() is not None))
+        send(self, to, batch)
+
+    monkeypatch.setattr(run.Run, "_send_batch", noted)
+    sent = check(trio, lambda call: call("b", branch, "b", 1, WEIGHTS["a"]).sum(), mode)
+    assert batches(sent, "a", "b") == batches(sent, "b", "a") == [1]
+    assert leaves == [(True, True), (False, False)]
 
 
 # --- units beside each other ------------------------------------------------------------------------------------

@@ -130,11 +130,7 @@ def backward(
         raise UsageError(f"backward takes a list of roots, not {type(roots).__name__}: backward(context_id, [loss])")
     if not roots:
         raise UsageError("backward was given no roots: backward(context_id, [loss])")
-    tensors: Sequence[Any] = roots
-    if any(isinstance(root, RRef) for root in roots):
-        with Scope(known):
-            tensors = [root.to_here() if isinstance(root, RRef) else root for root in roots]
-    edges, gradients = _roots(tensors, grad_tensors)
+    edges, gradients = _roots(known, roots, grad_tensors)
     # As in torch, a no_grad around it says nothing; but this thread will open what other workers send.
     with _AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
         engine.backward(
@@ -148,12 +144,17 @@ def backward(
         )
 
 
-def _roots(roots: Sequence[Any], given: Sequence[Tensor | None] | None) -> tuple[list[GradientEdge], list[Tensor]]:
+def _roots(
+    context: Context, roots: Sequence[Any], given: Sequence[Tensor | None] | None
+) -> tuple[list[GradientEdge], list[Tensor]]:
     """The edges of the roots, and the gradients that enter there."""
     if given is not None and len(given) != len(roots):
         raise UsageError(f"{len(roots)} roots, but {len(given)} grad_tensors")
     edges, gradients = [], []
     for index, root in enumerate(roots):
+        if isinstance(root, RRef):
+            with Scope(context):
+                root = root.to_here()
         if not isinstance(root, Tensor):
             raise UsageError(f"root {index} is a {type(root).__name__}, not a tensor or an RRef to one")
         gradient = given[index] if given is not None else None

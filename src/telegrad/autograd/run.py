@@ -222,8 +222,10 @@ class Run:
                     batch.add(recv.message_id, parts)
             else:
                 batch.add(recv.message_id, parts)
+            # Nothing can join the only gradients of a call, not even an answer: what goes to the parent is not counted.
             # On a device, other nodes run at the same time: little is left after the recvs on the CPU only.
-            if not self._at_once and batch.may_grow and (gradient is None or gradient.is_cpu):
+            alone = batch.counted and len(self._reached) == 1
+            if not (self._at_once or alone) and batch.may_grow and (gradient is None or gradient.is_cpu):
                 return
             del self._batches[to]
         self._send_batch(to, batch)
