@@ -46,6 +46,7 @@ class Link(Protocol):
     closed: bool
     pending: dict[int, Any]  # calls that wait for their answer, by id
     shares_memory: bool  # the peer can map this worker's shared memory; kept here for ``_agent.marshal``
+    kept: dict[int, Any]  # by call id: what must not be freed before the answer comes
     held: dict[int, Any]  # segments of shared memory that the peer uses; kept here for ``_agent.marshal``
 
     def send(
@@ -86,7 +87,6 @@ class Pending(Protocol):
     started: float
     deadline: float  # ``math.inf``: none
     outcome: Frame | Exception | None
-    keeps: Any  # what must not be freed before the answer comes
     then: Callable[[Any, Any], None] | None  # called with the link and the pending call, on a thread that may block
     waited_for: bool  # a thread waits for it, and calls ``then`` itself
 
@@ -138,7 +138,10 @@ class DataPlane(Protocol):
         then: Callable[[Any, Any], None] | None = None,
         keeps: Any = None,
     ) -> Pending:
-        """Sends a request; ``make_message`` makes it from the call's id."""
+        """Sends a request; ``make_message`` makes it from the call's id.
+
+        ``keeps``: what must not be freed before the answer comes, even if it comes after the deadline.
+        """
 
     def wait(self, pending: Any) -> bool:
         """Waits for the outcome, reading the link on the calling thread if no other does; False at the deadline, which

@@ -38,11 +38,11 @@ def nothing_came(agent: Agent, this: Pass) -> MissingGradientError:
 
 def too_late(agent: Agent, this: Pass) -> RpcTimeoutError:
     """The deadline has passed; the text has all that is known of the pass, here and on the workers of its context."""
-    texts = []
+    texts = [f"backward did not end within {this.timeout:g} s. This worker: {this!r}"]
     for worker in (this.context.workers | this.drawn_in) - {agent.me.worker_id}:
         if text := _ask(worker, describe_pass, this.id):
             texts.append(f". Worker {agent.peer(worker).name!r}: {text}")
-    return RpcTimeoutError(f"backward did not end within {this.timeout:g} s. This worker: {this!r}{''.join(texts)}")
+    return RpcTimeoutError("".join(texts))
 
 
 def _ask(worker: int, function: Callable[..., Any], pass_id: PassId) -> Any:

@@ -83,7 +83,7 @@ class Engine:
                 # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
                 if (worker := this.awaited()) is not None:
                     self._agent.attend(worker, this.has_ended)
-                if not this.has_ended() and not this.wait():
+                if not this.has_ended() and not this.wait() and not this.has_ended():
                     raise too_late(self._agent, this)
         if not this.over:
             assert this.error is not None

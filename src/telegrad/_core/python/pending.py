@@ -18,7 +18,6 @@ class PendingCall:
     __slots__ = (
         "call_id",
         "deadline",
-        "keeps",
         "link",
         "outcome",
         "settled",
@@ -37,7 +36,6 @@ class PendingCall:
         started: float,
         deadline: float,
         then: Callable[[Any, Any], None] | None,
-        keeps: Any,
     ) -> None:
         self.link = link
         self.call_id = call_id
@@ -45,7 +43,6 @@ class PendingCall:
         self.started = started
         self.deadline = deadline
         self.then = then
-        self.keeps = keeps
         self.outcome: Frame | Exception | None = None
         self.used = False  # the outcome was taken
         self.waited_for = False  # a thread waits for it, and calls ``then`` itself

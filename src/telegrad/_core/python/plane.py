@@ -160,9 +160,11 @@ class PythonPlane:
         keeps: Any = None,
     ) -> PendingCall:
         call_id = next(self._call_ids)
-        pending = PendingCall(link, call_id, what, started, deadline, then, keeps)
+        pending = PendingCall(link, call_id, what, started, deadline, then)
         try:
             link.pending[call_id] = pending
+            if keeps:
+                link.kept[call_id] = keeps
             link.send(make_message(call_id), buffers, deadline)
             if then is not None:
                 self.wake_before(deadline)
@@ -170,6 +172,7 @@ class PythonPlane:
                     self._watch(link, _BYTES)
         except BaseException:  # a Ctrl-C before it was sent: no answer will come
             link.pending.pop(call_id, None)
+            link.kept.pop(call_id, None)
             raise
         return pending
 
@@ -231,7 +234,6 @@ class PythonPlane:
 
     def _settle(self, pending: PendingCall, outcome: Frame | Exception, works: list[Work]) -> None:
         pending.outcome = outcome
-        pending.keeps = None
         pending.settled.release()
         if pending.then is not None and not pending.waited_for:
             works.append(Work(False, pending.then, pending.link, pending))
@@ -250,7 +252,10 @@ class PythonPlane:
                 break
             how, handler = self._handlers[kind]
             if how is How.ANSWER:
-                pending = link.pending.pop(frame.message.call_id, None)  # type: ignore[union-attr]
+                call_id: int = frame.message.call_id  # type: ignore[union-attr]
+                if link.kept:
+                    link.kept.pop(call_id, None)
+                pending = link.pending.pop(call_id, None)
                 if pending is not None:
                     self._settle(pending, frame, works)
                 else:
