@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.nn import RemoteModule as TorchRemoteModule
 
-from support import PATIENCE, assert_no_references, eventually, no_new_threads
+from support import PATIENCE, assert_no_references, no_new_threads
 from telegrad import autograd, rpc
 from telegrad._wire.messages import Call
 from telegrad.errors import (
