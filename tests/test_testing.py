@@ -283,9 +283,8 @@ def test_the_delay_of_a_killed_worker_ends_with_it() -> None:
         assert eventually(lambda: not any(each.name == "telegrad-fault" for each in threading.enumerate()), AT_ONCE)
 
 
-@pytest.mark.parametrize("documented", [Cluster.fault, cluster], ids=["fault", "cluster"])
-def test_the_examples_of_the_documentation_run(documented: Any) -> None:
-    _, _, example = documented.__doc__.partition("Example::")
+def test_the_example_of_the_documentation_runs() -> None:
+    _, _, example = (Cluster.fault.__doc__ or "").partition("Example::")
     lines = example.splitlines()
     indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
     names = {"cluster": cluster, "rpc": rpc, "pytest": pytest, **vars(telegrad.errors)}

@@ -25,7 +25,7 @@ from telegrad._wire.messages import Message
 from telegrad.errors import UsageError
 
 Kind = Literal["stall", "delay", "cut", "half-close"]
-_MESSAGES = {each.__name__: each for each in get_args(Message)}
+_MESSAGES: dict[str, type] = {each.__name__: each for each in get_args(Message)}
 
 
 @dataclass
