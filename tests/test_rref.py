@@ -618,7 +618,9 @@ def test_without_pickle_a_value_that_was_not_made_shows_no_line_of_the_program()
 
 def lent(trio: Cluster) -> list[Any]:
     """What calls of worker a keep until their answers come."""
-    return [pending.keeps for pending in trio["a"].agent.plane.pending if pending.keeps]
+    agent = trio["a"].agent
+    given_up = [kept for peer in agent.peers for link in peer.links for kept in link.kept.values()]
+    return given_up + [pending.keeps for pending in agent.plane.pending if pending.keeps]
 
 
 def content_of(gate: Gate, rref: rpc.RRef[Thing]) -> Any:

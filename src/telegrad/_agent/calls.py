@@ -94,7 +94,7 @@ class Calls:
     def give_up(self, pending: Pending) -> None:
         """No thread will wait for it: an answer that came, or will come, is discarded."""
         link = pending.link
-        if link.pending.pop(pending.call_id, None) is None:
+        if not self._agent.plane.give_up(pending):
             outcome = pending.take_outcome()
             if isinstance(outcome, Frame):
                 self._agent.plane.submit(self.discard, link, outcome)

@@ -45,6 +45,7 @@ class Link(Protocol):
     heard: bool  # the peer has sent something
     closed: bool
     pending: dict[int, Any]  # calls that wait for their answer, by id
+    kept: dict[int, Any]  # what calls that were given up keep until their answer comes, or the link ends
     shares_memory: bool  # the peer can map this worker's shared memory; kept here for ``_agent.marshal``
     held: dict[int, Any]  # segments of shared memory that the peer uses; kept here for ``_agent.marshal``
 
@@ -146,6 +147,10 @@ class DataPlane(Protocol):
 
     def settle(self, pending: Any, outcome: Exception) -> bool:
         """Ends a call without an answer; False if it has an outcome already."""
+
+    def give_up(self, pending: Any) -> bool:
+        """No thread waits for the answer any more; what the call keeps is kept until it comes.  False if it has an
+        outcome already."""
 
     def submit(self, act: Act, first: Any = None, second: Any = None, call: bool = False) -> None:
         """Runs ``act(first, second)`` on a thread that may block; ``call``: as a CALL."""

@@ -54,6 +54,7 @@ class PythonLink(LinkSchedule):
         self.shares_memory = False
         self.held: dict[int, Any] = {}
         self.pending: dict[int, PendingCall] = {}
+        self.kept: dict[int, Any] = {}
         self.fd = stream.fileno()
         self.watched = 0  # the events that the epoll watches it for
         self.poll = self.make_poll()
@@ -220,6 +221,7 @@ class PythonLink(LinkSchedule):
         with contextlib.suppress(OSError):
             self._stream.close()
         self.held.clear()
+        self.kept.clear()
         return True
 
     def disown(self) -> None:

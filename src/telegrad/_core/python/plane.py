@@ -141,9 +141,11 @@ class PythonPlane:
 
     def _watch_for_answers(self, link: PythonLink) -> None:
         """The calling thread has stopped to read a dialled link."""
-        if not link.pending:
+        if not link.pending and not link.kept:
             self._watch(link, _END)
-        if link.pending:  # it is looked at again: a call that began meanwhile may have watched the link before us
+        if (
+            link.pending or link.kept
+        ):  # it is looked at again: a call that began meanwhile may have watched the link before us
             self._watch(link, _BYTES)
 
     # --- calls --------------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ class PythonPlane:
             _wait_until_settled(pending)
 
     def settle(self, pending: PendingCall, outcome: Exception) -> bool:
-        if pending.link.pending.pop(pending.call_id, None) is None:
+        if not self.give_up(pending):
             return False
         works: list[Work] = []
         self._settle(pending, outcome, works)
@@ -228,6 +230,15 @@ class PythonPlane:
         else:
             self._queue(works)
         return True
+
+    def give_up(self, pending: PendingCall) -> bool:
+        link, keeps = pending.link, pending.keeps
+        if keeps:  # first, so that an answer which comes just now finds it
+            link.kept[pending.call_id] = keeps
+        is_first = link.pending.pop(pending.call_id, None) is not None
+        if keeps and (link.closed or isinstance(pending.outcome, Frame)):  # no answer will come, or it has come
+            link.kept.pop(pending.call_id, None)
+        return is_first
 
     def _settle(self, pending: PendingCall, outcome: Frame | Exception, works: list[Work]) -> None:
         pending.outcome = outcome
@@ -255,6 +266,8 @@ class PythonPlane:
                     self._settle(pending, frame, works)
                 else:
                     works.append(Work(False, handler, link, frame))
+                if link.kept:
+                    link.kept.pop(frame.message.call_id, None)  # type: ignore[union-attr]
             elif how is How.QUICK:
                 self._handle(handler, link, frame)
             else:
