@@ -224,6 +224,24 @@ def test_a_caller_that_sees_the_end_of_a_connection_first_gets_its_reason(trio: 
     gate.open()
 
 
+def test_a_call_that_begins_as_its_connection_breaks_gets_the_reason(trio: Cluster) -> None:
+    rpc.rpc_sync("b", operator.add, (1, 2))
+    agent = trio["a"].agent
+    link, peer_gone = agent.peer("b").link, agent.peer_gone
+    assert link is not None
+
+    def lose_late(*args: Any) -> None:
+        time.sleep(0.3)
+        peer_gone(*args)
+
+    agent.peer_gone = lose_late  # type: ignore[method-assign]
+    breaks = in_thread(lambda: link.fail("the test broke it"))
+    assert eventually(lambda: link.closed)
+    with pytest.raises(WorkerLostError, match=r"worker 'b' is lost \(the test broke it\)"):
+        rpc.rpc_sync("b", operator.add, (1, 2))
+    breaks()
+
+
 def test_a_killed_worker_fails_what_waits_for_it_at_once(trio: Cluster) -> None:
     gate = Gate()
     rref = rpc.remote("b", Value)

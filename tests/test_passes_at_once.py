@@ -153,7 +153,7 @@ def test_a_call_of_a_lost_worker_that_waited_in_the_queue_makes_no_context() -> 
         with autograd.context():
             call = rpc.rpc_async("b", by_c, (torch.ones(2, requires_grad=True), sent))
             sent.wait_entered()
-            assert eventually(lambda: "1 queued" in repr(workers["c"].agent.plane))
+            assert eventually(lambda: "1 calls and 0 messages queued" in repr(workers["c"].agent.plane))
             workers.kill("b")
             sent.open()
             assert eventually(lambda: not workers["c"].agent.peer("b").links)

@@ -14,7 +14,7 @@ import torch
 
 from telegrad._agent.failures import copy_of, rebuild
 from telegrad._agent.futures import Future
-from telegrad._agent.peers import Peer
+from telegrad._agent.peers import Peer, PeerState
 from telegrad._core.interface import Link, Pending
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Body, Failure, Message, Reply
@@ -71,7 +71,9 @@ class Calls:
         )
         if future is not None:
             future._help = partial(self._help_future, pending, then)
-        if link.closed or agent.closing:  # it broke after our look, so nobody else may know of this call
+        # It broke after our look, and nobody else may know of this call.  While the peer is not known to be lost, the
+        # thread that closes the link has not failed its calls yet, and will give the reason.
+        if (link.closed and peer.state is not PeerState.KNOWN) or agent.closing:
             agent.fail_calls(peer, link)
         return pending
 

@@ -25,29 +25,33 @@ from telegrad._wire.messages import Message
 from telegrad.errors import UsageError
 
 Kind = Literal["stall", "delay", "cut", "half-close"]
-_MESSAGES = {each.__name__: each for each in get_args(Message)}
+_MESSAGES: dict[str, type] = {each.__name__: each for each in get_args(Message)}
 
 
 @dataclass
 class Fault:
-    """What happens to a connection at the next ``count`` matching messages (None: at all of them).
+    """What happens to a connection at certain messages.  :meth:`Cluster.fault` makes one.
 
-    ``stall``
-        The message, and all behind it on the same connection, is held back until the faults are cleared.
-    ``delay``
-        The same, for ``seconds``.
-    ``cut``
-        The connection ends after ``bytes`` of the message, or after all of it if it is shorter.  Both workers see the
-        end.
-    ``half-close``
-        The message and all behind it is lost, and the receiver sees the end of the stream.  The other direction stays
-        open until the receiver closes it.
+    Attributes:
+        kind (str): ``"stall"``: the message, and all behind it on the same connection, is held back until the faults
+            are cleared.  ``"delay"``: the same, for ``seconds``.  ``"cut"``: the connection ends after ``bytes`` of the
+            message, or after all of it if it is shorter; both workers see the end.  ``"half-close"``: the message and
+            all behind it is lost, and the receiver sees the end of the stream; the other direction stays open until
+            the receiver closes it.
+        types (tuple): The messages at which it happens, or their names; empty: any.
+        sender (int, optional): The id of the worker that sends them; None: any.
+        receiver (int, optional): The id of the worker that they are for; None: any.
+        count (int, optional): At how many messages it happens; None: at all that match.
+        seconds (float): Of a delay.
+        bytes (int): Before a cut.
+        hits (int): At how many messages it has happened.
 
-    ``hits`` is the number of messages at which it happened.
+    Raises:
+        UsageError: There is no such kind of fault or message, or a number is negative.
     """
 
     kind: Kind
-    types: tuple[type | str, ...] = ()  # of the messages, or their names; empty: any
+    types: tuple[type | str, ...] = ()
     sender: int | None = None
     receiver: int | None = None
     count: int | None = None
@@ -63,6 +67,16 @@ class Fault:
         self.types = tuple(map(_message_type, self.types))
 
     def matches(self, sender: int, receiver: int, message: Message) -> bool:
+        """Whether it happens at this message.
+
+        Args:
+            sender (int): The id of the worker that sends it.
+            receiver (int): The id of the worker that it is for.
+            message (Message): The message.
+
+        Returns:
+            Whether the workers and the type are those of the fault, and its count is not used up.
+        """
         if self.count is not None and self.hits >= self.count:
             return False
         if self.sender not in (None, sender) or self.receiver not in (None, receiver):
