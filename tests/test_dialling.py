@@ -14,6 +14,7 @@ from telegrad._agent import agent as agent_module
 from telegrad._agent.agent import Agent
 from telegrad._agent.peers import Peer, PeerState
 from telegrad._core.interface import Link
+from telegrad._wire.messages import DropContext
 from telegrad.errors import AuthenticationError, ProtocolError, RpcTimeoutError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 
@@ -135,6 +136,21 @@ def test_threads_that_call_at_once_share_one_dial(job: Cluster, dialler: Dialler
     dialler.gate.set()
     assert len({join() for join in waiting}) == 1
     assert len(dialler.dials) == 1
+
+
+def test_one_thread_dials_for_all_messages_that_no_worker_waits_for(job: Cluster, dialler: Dialler) -> None:
+    agent = job["a"].agent
+    seen: list[int] = []
+    job["b"].agent.on_message(DropContext, lambda sender, message, _: seen.append(message.context_id))
+    dialler.gate.clear()
+    threads = threading.active_count()
+    for number in range(50):
+        assert agent.send_message(job["b"].id, DropContext(number), lazily=True)
+    assert eventually(lambda: dialler.dials)
+    assert agent.plane.unfinished == 1
+    assert threading.active_count() <= threads + 2
+    dialler.gate.set()
+    assert eventually(lambda: sorted(seen) == list(range(50)))
 
 
 def test_calls_with_a_timeout_shorter_than_a_dial_reach_their_worker_in_the_end(

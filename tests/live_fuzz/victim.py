@@ -10,6 +10,7 @@ import base64
 import ctypes
 import faulthandler
 import gc
+import importlib
 import json
 import logging
 import os
@@ -186,6 +187,7 @@ class Victim:
         return self.count() | {
             "memory": process.memory_info().rss,
             "threads": process.num_threads(),
+            "busy threads": len(self.plane._threads) - self.plane._scheduler.idle,
             "unfinished": self.plane.unfinished,
             "descriptors": process.num_fds(),
             "contexts": len(self.worker.autograd.registry),
@@ -220,7 +222,9 @@ def main() -> None:
     torch.set_num_threads(1)
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     logging.getLogger("telegrad.agent").addFilter(_Deaths())
-    victim = Victim(Setup(**json.loads(sys.stdin.readline())))
+    setup = Setup(**json.loads(sys.stdin.readline()))
+    importlib.import_module("torch._dynamo")  # 70 MB, which torch imports when a function first gets a meta tensor
+    victim = Victim(setup)
     # What asks for more gets an error, and does not take the machine along.
     here = psutil.Process().memory_info().vms
     resource.setrlimit(resource.RLIMIT_AS, (here + _SPARE_MEMORY, here + _SPARE_MEMORY))

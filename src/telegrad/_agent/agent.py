@@ -294,8 +294,8 @@ class Agent:
         if link is None:
             if peer.state is not PeerState.KNOWN:
                 return False
-            if lazily:  # to dial may take long
-                self.submit(self.send_message, to, message, value, tensors)
+            if lazily:
+                self._send_when_reached(peer, (message, value, tensors))
                 return True
             link = self.reach(peer)
             if link is None:
@@ -309,6 +309,23 @@ class Agent:
             packed = marshal.close(link, tensors) if tensors is not None else marshal.pack(peer, link, value)
             link.send(msgspec.structs.replace(message, body=packed.body), packed.stream)
         return peer.state is PeerState.KNOWN
+
+    def _send_when_reached(self, peer: Peer, message: tuple[InternalMessage, Any, values.Bundle | None]) -> None:
+        """To dial may take long, so one thread does it for all messages."""
+        with self._lock:
+            peer.unsent.append(message)
+            if len(peer.unsent) > 1:
+                return
+        self.submit(self._send_unsent, peer)
+
+    def _send_unsent(self, peer: Peer) -> None:
+        try:
+            self.reach(peer)
+        finally:
+            with self._lock:
+                messages, peer.unsent = peer.unsent, []
+        for message, value, tensors in messages:
+            self.send_message(peer.id, message, value, tensors)
 
     def tensors_for(self, to: int, recorded: bool) -> values.Bundle:
         """Collects tensors for ``send_message``; ``recorded``: autograd follows them.  Raises WorkerLostError."""

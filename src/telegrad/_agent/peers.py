@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -49,6 +49,7 @@ class Peer:
     link: Link | None = None  # the one that we dialled, for our calls
     accepted: set[Link] = field(default_factory=set)
     spare: set[Link] = field(default_factory=set)
+    unsent: list[Any] = field(default_factory=list)  # internal messages that wait until the peer is reached
     dialling: threading.RLock = field(default_factory=threading.RLock)  # a signal handler may dial within a dial
 
     @property
