@@ -15,6 +15,8 @@ from walk.recorder import ENTER, LEAVE, RESUME, Event, Recorder, Round, ThreadLo
 from walk.scenes import SCENES, TITLES
 from walk.way import Line, ThreadWay, Walk, Way, most_common, thread_way
 
+pytestmark = pytest.mark.timeout(300)  # it starts two processes and pauses between rounds: 10 s, or 70 beside much load
+
 FAR = 0.25  # by which share a count in the document may differ: which thread reads first changes it by 15 %
 
 

@@ -72,23 +72,19 @@ class Pair:
     def __init__(self, caller: _Process, callee: _Process) -> None:
         self._caller, self._callee = caller, callee
 
-    def warm_up(self, scene: str, times: int) -> None:
-        """Goes through the scene without recording it: links are dialled, functions looked up, caches filled."""
-        for _ in range(times):
-            for method, args in (("prepare", (scene,)), ("step", ()), ("finish", ())):
-                self._caller.run(method, *args)
-
     def run(self, scene: str) -> Round:
         """Goes through the scene once, and records its step."""
         self._caller.run("prepare", scene)
         time.sleep(_QUIET_BEFORE)
         self._callee.run("start")
-        self._caller.run("start")
         self._caller.run("step")
         time.sleep(_QUIET_AFTER)
-        callee, caller = self._callee.run("stop"), self._caller.run("stop")
-        self._caller.run("finish")
-        return Round(caller, callee)
+        callee = self._callee.run("stop")
+        return Round(self._caller.run("finish"), callee)
+
+    def warm_up(self, scene: str, times: int) -> None:
+        """Goes through the scene without recording it: links are dialled, functions looked up, caches filled."""
+        self._caller.run("warm_up", scene, times)
 
     def all_run(self, method: str) -> None:
         for process in (self._caller, self._callee):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import sys
 import traceback
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 
 import torch
@@ -19,36 +20,43 @@ from .recorder import Recorder, ThreadLog
 
 
 class Side:
-    """The requests, as methods."""
+    """The requests, as methods.  The caller gets ``prepare``, ``step``, ``finish``, the callee ``start``, ``stop``."""
 
     def __init__(self, name: str) -> None:
         assert scenes.__file__ is not None
         self._name = name
         self._recorder = Recorder(scenes.__file__)
         self._recorder.install()
-        self._scene: AbstractContextManager[object] | None = None
+        self._scene = ExitStack()
+        self._step: Callable[[], object] = scenes.nothing
 
     def join(self) -> None:
         rpc.init_rpc(self._name)
 
+    def warm_up(self, scene: str, times: int) -> None:
+        for _ in range(times):
+            with scenes.SCENES[scene]() as step:
+                step()
+
     def prepare(self, scene: str) -> None:
-        self._scene = scenes.SCENES[scene]()
-        self._step = self._scene.__enter__()
+        self._step = self._scene.enter_context(scenes.SCENES[scene]())
+
+    def step(self) -> None:
+        self.start()
+        self._step()
+
+    def finish(self) -> list[ThreadLog]:
+        logs = self.stop()
+        self._scene.close()
+        return logs
 
     def start(self) -> None:
         self._recorder.start()
-
-    def step(self) -> None:
-        self._step()
 
     def stop(self) -> list[ThreadLog]:
         if missed := self._recorder.missed():
             raise RuntimeError(f"these threads of the {self._name} were not recorded: {', '.join(missed)}")
         return self._recorder.stop()
-
-    def finish(self) -> None:
-        assert self._scene is not None
-        self._scene.__exit__(None, None, None)
 
     def leave(self) -> None:
         rpc.shutdown()
