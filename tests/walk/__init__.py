@@ -8,7 +8,7 @@ context, and one backward, and prints what each thread of both workers entered. 
     scenes      the three steps, and the functions that they call remotely
     recorder    a profile function for all threads of a process
     worker      one of the two processes; ``pair`` is the parent's side of both
-    way         from the recorded events to a tree, and the most common one of several rounds
+    way         from the recorded events to a tree, and the typical one of several rounds
     show        the text, for the terminal and for the document
 
 How it counts:
@@ -19,5 +19,5 @@ How it counts:
 * A loop counts once: a function that is entered again from the same place of the same run of another.
 * All that happens until both workers are quiet again counts, so the callee's way ends with its thread going back to
   sleep.  Both were quiet before, so it begins with a thread that wakes up.
-* Each step is recorded in several rounds, and the most common way is taken: a timer may go off in any of them.
+* Each step is recorded in several rounds, and the way of median length is taken: a timer may go off in any of them.
 """

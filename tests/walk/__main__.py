@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import show
 from .pair import WalkError, running_pair
 from .scenes import SCENES
-from .way import Walk, most_common
+from .way import Walk, typical
 
 ROUNDS = 15
 WARM_UP = 10
@@ -20,7 +20,7 @@ def walk_all(rounds: int = ROUNDS, scenes: Sequence[str] = tuple(SCENES)) -> lis
     with running_pair() as pair:
         for scene in scenes:
             pair.warm_up(scene, WARM_UP)
-            walks.append(most_common(scene, [pair.run(scene) for _ in range(rounds)]))
+            walks.append(typical(scene, [pair.run(scene) for _ in range(rounds)]))
     return walks
 
 

@@ -94,8 +94,17 @@ class Recorder:
         self._on = False
         return self._collect()
 
-    def missed(self) -> list[str]:
-        """The threads that run Python code and that the recorder does not see."""
+    def missed(self, patience: float = 5.0) -> list[str]:
+        """The threads that run Python code and that the recorder does not see.
+
+        A thread that is just beginning is seen a little later than it is there, and gets ``patience`` seconds for it.
+        """
+        deadline = time.monotonic() + patience
+        while (missed := self._missed()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return missed
+
+    def _missed(self) -> list[str]:
         seen = {log.ident for log in self._logs}
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return [names.get(ident, str(ident)) for ident in sys._current_frames() if ident not in seen]

@@ -7,6 +7,7 @@ first entry, with how often it was entered, and what the repetitions enter is me
 from __future__ import annotations
 
 import re
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -105,12 +106,14 @@ def thread_way(log: ThreadLog, start: int) -> ThreadWay:
     return ThreadWay(re.sub(r"\d+$", "*", log.name), lines, log.others)
 
 
-def most_common(scene: str, rounds: Sequence[Round]) -> Walk:
-    """On each worker the way that it took most often, if possible both from one round."""
+def typical(scene: str, rounds: Sequence[Round]) -> Walk:
+    """On each worker the way of median length, if possible both from one round.
+
+    A way that most rounds took is also the median.  Where none was, because the rounds differ in small things (a spin
+    that ends early, a timer that goes off), the median changes less from walk to walk than the most common way.
+    """
     callers, callees = zip(*(_ways(each) for each in rounds), strict=True)
-    caller, callee = _mode(callers), _mode(callees)
-    of_caller = {index for index, ways in enumerate(callers) if _same(ways) == caller}
-    of_callee = {index for index, ways in enumerate(callees) if _same(ways) == callee}
+    of_caller, of_callee = _median(callers), _median(callees)
     both = of_caller & of_callee
     return Walk(scene, _way(callers, of_caller, both), _way(callees, of_callee, both))
 
@@ -125,16 +128,18 @@ def _in_order(ways: Sequence[ThreadWay]) -> Sequence[ThreadWay]:
     return sorted((way for way in ways if way.lines), key=lambda way: way.lines[0].time)
 
 
+def _median(rounds: Sequence[Sequence[ThreadWay]]) -> set[int]:
+    """The rounds that went the way of median length; if several ways have that length, the most common of them."""
+    length = statistics.median_low(sum(len(way.lines) for way in each) for each in rounds)
+    seen = Counter(_same(each) for each in rounds if sum(len(way.lines) for way in each) == length)
+    [(way, _)] = seen.most_common(1)
+    return {index for index, each in enumerate(rounds) if _same(each) == way}
+
+
 def _same(ways: Sequence[ThreadWay]) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """Equal for rounds that differ only in time, in the numbers of threads, and in how often a loop went round."""
     return tuple(sorted((way.thread, tuple(line[:3] for line in way.lines)) for way in ways))
 
 
-def _mode(ways: Sequence[Sequence[ThreadWay]]) -> tuple[Any, ...]:
-    """Of equally common ones the shortest."""
-    seen = Counter(map(_same, ways))
-    return min(seen, key=lambda same: (-seen[same], sum(len(lines) for _, lines in same)))
-
-
-def _way(ways: Sequence[Sequence[ThreadWay]], those: set[int], prefer: set[int]) -> Way:
-    return Way(ways[min(prefer or those)], len(those), len(ways))
+def _way(rounds: Sequence[Sequence[ThreadWay]], those: set[int], prefer: set[int]) -> Way:
+    return Way(rounds[min(prefer or those)], len(those), len(rounds))
