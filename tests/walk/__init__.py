@@ -19,5 +19,6 @@ How it counts:
 * A loop counts once: a function that is entered again from the same place of the same run of another.
 * All that happens until both workers are quiet again counts, so the callee's way ends with its thread going back to
   sleep.  Both were quiet before, so it begins with a thread that wakes up.
-* Each step is recorded in several rounds, and the way of median length is taken: a timer may go off in any of them.
+* Each step is recorded in several rounds, and the way at the lower quartile of length is taken: whatever disturbs a
+  round, such as a timer, makes it longer.
 """

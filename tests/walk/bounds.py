@@ -16,6 +16,6 @@ class Bound(NamedTuple):
 
 BOUNDS = {
     "empty call": Bound(caller=60, callee=55),
-    "tensor call": Bound(caller=95, callee=106),
-    "backward": Bound(caller=205, callee=135),
+    "tensor call": Bound(caller=92, callee=106),
+    "backward": Bound(caller=200, callee=130),
 }

@@ -72,7 +72,7 @@ def _totals(way: Way) -> str:
 def _note(way: Way) -> str:
     if way.rounds >= _UNSTABLE * way.of:
         return ""
-    return f"not stable: this way, of median length, was taken in {way.rounds} of {way.of} rounds"
+    return f"not stable: this way, at the lower quartile of length, was taken in {way.rounds} of {way.of} rounds"
 
 
 def _summary(walks: Sequence[Walk]) -> Iterator[str]:
