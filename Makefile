@@ -3,7 +3,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench fuzz stress programs conformance conformance-fast clean
+.PHONY: demo test lint bench walk fuzz stress programs conformance conformance-fast clean
 
 demo: $(STAMP)
 	@$(BIN)/python examples/hybrid/demo.py
@@ -18,6 +18,10 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench
+
+# The way of one call and one backward through the code; `python -m tests.walk --write` puts it into docs/design.md.
+walk: $(STAMP)
+	@$(BIN)/python -m tests.walk
 
 fuzz: $(STAMP)
 	TELEGRAD_FUZZ_EXAMPLES=40000 $(BIN)/python -X faulthandler -m pytest -k fuzz -o timeout=3600 -o faulthandler_timeout=3500
