@@ -31,16 +31,15 @@ LAYERS = [line.split() for line in """
     telegrad._transport.dial
     telegrad._transport.listener
     telegrad._current
+    telegrad._core
+    telegrad._core.interface  telegrad._core.python  telegrad._core.python.scheduler
+    telegrad._core.python.pending
+    telegrad._core.python.link
+    telegrad._core.python.plane
     telegrad._agent
-    telegrad._agent.calls  telegrad._agent.clock  telegrad._agent.failures  telegrad._agent.notes  telegrad._agent.peers
-    telegrad._agent.alarm  telegrad._agent.futures  telegrad._agent.spin
-    telegrad._agent.waking
-    telegrad._agent.look
-    telegrad._agent.backlog
-    telegrad._agent.plane
-    telegrad._agent.coroutines  telegrad._agent.link  telegrad._agent.loopback
-    telegrad._agent.marshal  telegrad._agent.liveness  telegrad._agent.outcomes
-    telegrad._agent.mail
+    telegrad._agent.failures  telegrad._agent.peers
+    telegrad._agent.coroutines  telegrad._agent.futures  telegrad._agent.liveness  telegrad._agent.marshal
+    telegrad._agent.calls
     telegrad._agent.agent
     telegrad._agent.barrier  telegrad._agent.dispatch
     telegrad._rref
