@@ -6,7 +6,8 @@ What decides which thread does what is ``scheduler``; here is what they do:
   sends the answers together, looks for more during ``SPIN``, and only then lets the epoll watch the link again.
 * A thread that waits for the answer to its own call reads the link itself if no other thread does.  So the epoll
   watches a dialled link for answers only while calls are pending that no thread waits for; and an idle one, from the
-  next tick of ``Events`` on, for what may come unasked: a late answer, a segment that is given back.
+  next tick of ``Events`` on until a thread reads it, for what may come unasked: a late answer, a segment that is given
+  back.
 * One more thread, the timer, ticks while links are owned or works are queued (``TICK``), and calls ``Events.tick``.
 """
 
@@ -395,7 +396,7 @@ class PythonPlane:
         finally:
             link.reader = 0
             link.reading.release()
-            self._watch_for_answers(link)
+            self._watch(link, _BYTES)  # also if no call is pending: this may be the beginning of a large late answer
         if works:
             self._scheduler.add(works)  # this thread comes to the queues next
 
