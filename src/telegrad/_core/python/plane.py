@@ -47,6 +47,26 @@ _CORES = len(os.sched_getaffinity(0))
 _LONGEST_POLL = 1.0  # Seconds after which a thread notices a close that came just before its poll.
 
 
+class _Bell:
+    """Wakes threads that poll ``fd``.  Any thread may ring at any time, also a ``__del__`` inside of ``ring`` and after
+    the close: the descriptor may be another file by then, so it is used under a lock."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.RLock()
+
+    def ring(self) -> None:
+        with self._lock:
+            if self.fd >= 0:
+                os.eventfd_write(self.fd, 1)
+
+    def close(self) -> None:
+        with self._lock:
+            fd, self.fd = self.fd, -1
+            if fd >= 0:
+                os.close(fd)
+
+
 class _Here(threading.local):
     """What the calling thread does."""
 
@@ -80,13 +100,13 @@ class PythonPlane:
         self._threads: set[threading.Thread] = set()
         self._born = itertools.count(1)
         self._closed = False
+        self._joined = False  # the close has waited for the threads; some may run on
         self._epoll = select.epoll()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._bell, select.EPOLLIN | select.EPOLLET)  # each ring wakes one thread; none reads it
+        self._bell = _Bell()
+        self._epoll.register(self._bell.fd, select.EPOLLIN | select.EPOLLET)  # each ring wakes one; none reads it
         self._next_tick = 0.0
         self._timer_sleeps = False
-        # Descriptors and not Events, which a ``__del__`` inside of one of their methods could not set.
-        self._alarm = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._alarm = _Bell()
         self._timer = threading.Thread(target=self._watch_time, name=f"telegrad-{name}-timer", daemon=True)
         self._start_thread()
 
@@ -120,7 +140,7 @@ class PythonPlane:
         with self._lock:
             if self._links.get(link.fd) is link:
                 del self._links[link.fd]
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, ValueError):  # the data plane is closed
                     self._epoll.unregister(link.fd)
 
     def link_broken(self, link: PythonLink, reason: str) -> None:
@@ -226,11 +246,7 @@ class PythonPlane:
             return False
         works: list[Work] = []
         self._settle(pending, outcome, works)
-        if self._closed:
-            for work in works:
-                self._run(work)
-        else:
-            self._queue(works)
+        self._queue(works)
         return True
 
     def _settle(self, pending: PendingCall, outcome: Frame | Exception, works: list[Work]) -> None:
@@ -288,14 +304,11 @@ class PythonPlane:
     def _queue(self, works: Sequence[Work]) -> None:
         if works:
             if self._scheduler.add(works):
-                self._ring()
+                self._bell.ring()
             if self._timer_sleeps:
-                self._wake_timer()
-
-    def _ring(self) -> None:
-        """Wakes one idle thread."""
-        with contextlib.suppress(OSError, ValueError):  # closed
-            os.eventfd_write(self._bell, 1)
+                self._alarm.ring()
+            if self._closed:
+                self._run_rest()
 
     def serves_here(self) -> bool:
         return self._here.serves
@@ -321,7 +334,7 @@ class PythonPlane:
         if grow:
             self._start_thread()
         if wake:
-            self._ring()
+            self._bell.ring()
         try:
             yield
         finally:
@@ -360,6 +373,8 @@ class PythonPlane:
         finally:
             with self._lock:
                 self._threads.discard(threading.current_thread())
+                if self._joined:
+                    self._close_descriptors()
 
     def _serve_next(self) -> bool:
         """Waits for something to do and does it.  False: this thread is surplus."""
@@ -407,7 +422,7 @@ class PythonPlane:
         works: Sequence[Work] = ()
         while True:
             if self._timer_sleeps:
-                self._wake_timer()
+                self._alarm.ring()
             works = self._receive(link)
             if link.slow or scheduler.can_take():
                 break
@@ -430,7 +445,7 @@ class PythonPlane:
         work = scheduler.take(None)
         while work is not None:
             if scheduler.can_take():
-                self._ring()
+                self._bell.ring()
             begun = time.monotonic()
             self._run(work)
             if work.is_call and isinstance(work.first, LinkSchedule) and time.monotonic() - begun < TICK:
@@ -479,11 +494,7 @@ class PythonPlane:
     def wake_before(self, when: float) -> None:
         if when < self._next_tick:
             self._next_tick = when
-            self._wake_timer()
-
-    def _wake_timer(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            os.eventfd_write(self._alarm, 1)
+            self._alarm.ring()
 
     def _watch_time(self) -> None:
         """The timer.  It does nothing that could block."""
@@ -502,17 +513,17 @@ class PythonPlane:
                     self.submit(lambda link, _: link.flush(0.0), link)
                 self._watch(link, _BYTES)
             if wake:
-                self._ring()
+                self._bell.ring()
             if time.monotonic() >= self._next_tick:
                 self._call_tick()
 
     def _sleep_until_needed(self) -> None:
         poll = select.poll()
-        poll.register(self._alarm, select.POLLIN)
+        poll.register(self._alarm.fd, select.POLLIN)
         self._timer_sleeps = True
         needed = self._scheduler.owned or self._scheduler.has_queued or self._closed
         if not needed and poll.poll(max(self._next_tick - time.monotonic(), 0.0) * 1000):
-            os.eventfd_read(self._alarm)
+            os.eventfd_read(self._alarm.fd)
         self._timer_sleeps = False
 
     def _call_tick(self) -> None:
@@ -548,20 +559,30 @@ class PythonPlane:
                 return
             self._closed = True
             threads = [*self._threads, self._timer]
-        self._wake_timer()
-        self._epoll.modify(self._bell, select.EPOLLIN)  # now it wakes all
-        self._ring()
+            self._epoll.modify(self._bell.fd, select.EPOLLIN)  # now it wakes all
+        self._alarm.ring()
+        self._bell.ring()
         deadline = time.monotonic() + timeout
         for thread in threads:
             if thread is not threading.current_thread() and thread.is_alive():
                 thread.join(max(deadline - time.monotonic(), 0.0))
+        self._run_rest()
+        with self._lock:
+            self._joined = True
+            self._close_descriptors()
+
+    def _run_rest(self) -> None:
+        """After the end of the threads: completes the calls whose futures a thread may wait for."""
         for work in self._scheduler.take_all():
-            if isinstance(work.second, PendingCall):  # somebody may wait for its future
+            if isinstance(work.second, PendingCall):
                 self._run(work)
+
+    def _close_descriptors(self) -> None:
+        """The last thread does it."""
         if not self._threads:
             self._epoll.close()
-            os.close(self._bell)
-            os.close(self._alarm)
+            self._bell.close()
+            self._alarm.close()
 
     def __repr__(self) -> str:
         return f"<PythonPlane {self._name}: {len(self._threads)} threads, {self._scheduler!r}>"
