@@ -428,6 +428,17 @@ def test_a_system_without_threads_is_asked_again(link_with: Linked, monkeypatch:
     assert eventually(lambda: len(refused) == 3)
 
 
+def test_a_system_without_threads_is_asked_again_while_all_threads_wait(
+    make_plane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call in circles needs a second thread, and no thread comes back to ask for one."""
+    with linked(make_plane, "unix") as pair, connected_back(pair) as (back, _):
+        nesting(pair[0], back)
+        refused = refuse_threads(monkeypatch, "call", 3)
+        assert pair[0].ask("nest", text="4").message.body.tree == "4"
+        assert len(refused) == 3
+
+
 def test_a_close_waits_once_and_not_once_per_thread(make_plane: Any) -> None:
     """And the last thread that was left behind closes the descriptors."""
     descriptors = set(os.listdir("/proc/self/fd"))

@@ -414,6 +414,8 @@ class PythonPlane:
             self._watch(link, _BYTES)  # also if no call is pending: this may be the beginning of a large late answer
         if works:
             self._scheduler.add(works)  # this thread comes to the queues next
+            if self._timer_sleeps:
+                self._alarm.ring()
 
     def _serve_link(self, link: PythonLink, me: object) -> None:
         """Reads and runs what arrives, until nothing does for a moment or the link is lost."""
@@ -475,6 +477,8 @@ class PythonPlane:
             if not scheduler.own(link, me, was_idle=False)[0]:
                 return
             self._watch(link, _END)
+            if self._timer_sleeps:
+                self._alarm.ring()
             while link.owner is me and not link.closed and not done() and self._look(link, link.poll):
                 works = self._receive(link)
                 self._queue([work for work in works if work.is_call])
@@ -493,7 +497,8 @@ class PythonPlane:
 
     def wake_before(self, when: float) -> None:
         if when < self._next_tick:
-            self._next_tick = when
+            with self._lock:
+                self._next_tick = min(self._next_tick, when)
             self._alarm.ring()
 
     def _watch_time(self) -> None:
@@ -536,7 +541,10 @@ class PythonPlane:
         except Exception:
             log.exception("worker %r failed in a tick", self._name)
             wanted = time.monotonic() + 1.0
-        self._next_tick = min(self._next_tick, wanted)
+        with self._lock:
+            self._next_tick = min(self._next_tick, wanted)
+        if self._scheduler.lacks_thread():
+            self._start_thread()
 
     # --- the end, and seeing it ---------------------------------------------------------------------------------
 

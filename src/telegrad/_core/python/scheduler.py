@@ -95,9 +95,14 @@ class Scheduler:
         return True
 
     def not_started(self) -> None:
-        """The system refused a thread: the next one that leaves the idle ones asks again."""
+        """The system refused a thread: the next one that leaves the idle ones asks again, or ``lacks_thread``."""
         with self._lock:
             self.idle -= 1
+
+    def lacks_thread(self) -> bool:
+        """Whether to start a thread because the system refused the last one."""
+        with self._lock:
+            return self._needs_thread()
 
     def is_surplus(self) -> bool:
         """An idle thread has had nothing to do for long.  Whether it should end."""
