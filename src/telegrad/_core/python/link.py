@@ -136,8 +136,10 @@ class PythonLink(LinkSchedule):
         except BaseException:
             if self._sender == me:
                 self._sender = 0
-            with contextlib.suppress(RuntimeError):  # the interrupt came before the lock was taken
+            try:  # no call before this one, in which another Ctrl-C could come
                 self._sending.release()
+            except RuntimeError:  # the interrupt came before the lock was taken
+                pass
             raise
         if not all_sent:
             self._host.finish_sending(self)
@@ -213,10 +215,9 @@ class PythonLink(LinkSchedule):
 
     def close(self) -> bool:
         """Closes the connection; False if it was closed."""
-        with self._closing:
-            if self.closed:
-                return False
-            self.closed = True
+        if not self._closing.acquire(blocking=False):  # never released, so that nothing waits for it
+            return False
+        self.closed = True
         self._host.link_closes(self)
         with contextlib.suppress(OSError):
             self._stream.close()

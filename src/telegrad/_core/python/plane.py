@@ -228,38 +228,63 @@ class PythonPlane:
             poll = link.make_poll() if nested else link.poll
             while pending.outcome is None and not link.closed and left > 0:
                 if self._look(link, poll) or poll.poll(min(left, _LONGEST_POLL) * 1000 + 1):
-                    self._queue(self._receive(link))
+                    works: list[Work] = []
+                    try:
+                        self._receive(link, works)
+                        self._queue(works)
+                    except BaseException:
+                        self._interrupted(link, works)
+                        raise
                 left = pending.deadline - time.monotonic()
         finally:
             if link.reader == me and not nested:
                 link.reader = 0
             if acquired or not nested:
-                with contextlib.suppress(RuntimeError):  # another thread has it
+                try:  # no call before this one, in which a Ctrl-C could come
                     link.reading.release()
+                except RuntimeError:  # another thread has it
+                    pass
             if not nested and not link.reader:
                 self._watch_for_answers(link)
         if pending.outcome is None and link.closed:  # the thread that closed it fails its calls in a moment
             _wait_until_settled(pending)
 
     def settle(self, pending: PendingCall, outcome: Exception) -> bool:
-        if pending.link.pending.pop(pending.call_id, None) is None:
-            return False
         works: list[Work] = []
-        self._settle(pending, outcome, works)
+        settled = self._settle(pending, outcome, works)
         self._queue(works)
-        return True
+        return settled
 
-    def _settle(self, pending: PendingCall, outcome: Frame | Exception, works: list[Work]) -> None:
-        pending.outcome = outcome
-        pending.settled.release()
-        if pending.then is not None and not pending.waited_for:
-            works.append(Work(False, pending.then, pending.link, pending))
+    def _settle(self, pending: PendingCall, outcome: Frame | Exception, works: list[Work]) -> bool:
+        """False if another thread settles it."""
+        try:
+            if pending.link.pending.pop(pending.call_id, None) is None:
+                return False
+            pending.outcome = outcome
+            pending.settled.release()
+            if pending.then is not None and not pending.waited_for:
+                works.append(Work(False, pending.then, pending.link, pending))
+        except BaseException:  # a Ctrl-C: the call is pending as before, or it is settled as a whole
+            if pending.outcome is None:
+                pending.link.pending[pending.call_id] = pending
+            elif pending.then is not None and not any(work.second is pending for work in works):
+                works.append(Work(False, pending.then, pending.link, pending))
+            raise
+        return True
 
     # --- what arrives -------------------------------------------------------------------------------------------
 
-    def _receive(self, link: PythonLink) -> list[Work]:
-        """Reads once.  Settles answers and handles quick messages; returns what may block."""
-        works: list[Work] = []
+    def _interrupted(self, link: PythonLink, works: Sequence[Work]) -> None:
+        """A Ctrl-C came while the calling thread held frames: some are lost, so the link is of no use.
+
+        The callbacks of calls that were settled are not lost.  They may be in the queue already.
+        """
+        link.fail("the reading thread was interrupted")
+        settled = [work.second for work in works if isinstance(work.second, PendingCall)]
+        self._queue([Work(False, _call_back_once, link, pending) for pending in settled])
+
+    def _receive(self, link: PythonLink, works: list[Work]) -> None:
+        """Reads once.  Settles answers and handles quick messages; adds to ``works`` what may block."""
         allowed = FROM_DIALLED if link.dialled else FROM_DIALLER
         for frame in link.receive():
             kind = type(frame.message)
@@ -272,16 +297,13 @@ class PythonPlane:
                 call_id: int = frame.message.call_id  # type: ignore[union-attr]
                 if link.kept:
                     link.kept.pop(call_id, None)
-                pending = link.pending.pop(call_id, None)
-                if pending is not None:
-                    self._settle(pending, frame, works)
-                else:
+                pending = link.pending.get(call_id)
+                if pending is None or not self._settle(pending, frame, works):
                     works.append(Work(False, handler, link, frame))
             elif how is How.QUICK:
                 self._handle(handler, link, frame)
             else:
                 works.append(Work(how is How.CALL, handler, link, frame))
-        return works
 
     def _look(self, link: PythonLink, poll: select.poll) -> bool:
         """Looks for bytes for a moment, while no call of this worker could use the processor."""
@@ -405,9 +427,10 @@ class PythonPlane:
         """No thread waits for the answers that arrived."""
         if not link.reading.acquire(blocking=False):
             return  # the thread that reads watches it again
+        works: list[Work] = []
         try:
             link.reader = threading.get_ident()
-            works = self._receive(link)
+            self._receive(link, works)
         finally:
             link.reader = 0
             link.reading.release()
@@ -421,14 +444,14 @@ class PythonPlane:
         """Reads and runs what arrives, until nothing does for a moment or the link is lost."""
         scheduler, here = self._scheduler, self._here
         here.link, here.me = link, me
-        works: Sequence[Work] = ()
+        works: list[Work] = []
         while True:
             if self._timer_sleeps:
                 self._alarm.ring()
-            works = self._receive(link)
+            self._receive(link, works)
             if link.slow or scheduler.can_take():
                 break
-            work, works = scheduler.next_of_link(link, me, None, works), ()
+            work, works = scheduler.next_of_link(link, me, None, works), []
             while work is not None:
                 self._run(work)
                 work = scheduler.next_of_link(link, me, work)
@@ -480,18 +503,26 @@ class PythonPlane:
             if self._timer_sleeps:
                 self._alarm.ring()
             while link.owner is me and not link.closed and not done() and self._look(link, link.poll):
-                works = self._receive(link)
-                self._queue([work for work in works if work.is_call])
-                work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
+                works: list[Work] = []
+                try:
+                    self._receive(link, works)
+                    self._queue([work for work in works if work.is_call])
+                    work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
+                except BaseException:
+                    self._interrupted(link, ())
+                    raise
                 while work is not None:
                     self._run(work)
                     work = scheduler.next_of_link(link, me, work)
+        except BaseException:  # a Ctrl-C
+            scheduler.interrupted(link, me, work)
+            raise
         finally:
-            if work is not None:
-                scheduler.interrupted(work)
             here.link, here.me = link, me
             self._give_up_link()
             here.link, here.me, here.work = outer
+            if scheduler.has_queued:  # what an interrupted thread had read
+                self._bell.ring()
 
     # --- time ---------------------------------------------------------------------------------------------------
 
@@ -554,7 +585,6 @@ class PythonPlane:
 
     @property
     def unfinished(self) -> int:
-        """How many works run or are queued."""
         return self._scheduler.unfinished
 
     @property
@@ -601,3 +631,9 @@ def _wait_until_settled(pending: PendingCall) -> None:
     left = pending.deadline - time.monotonic()
     if pending.settled.acquire(timeout=min(max(left, 0.0), threading.TIMEOUT_MAX)):
         pending.settled.release()
+
+
+def _call_back_once(link: PythonLink, pending: PendingCall) -> None:
+    if not pending.used:
+        assert pending.then is not None
+        pending.then(link, pending)

@@ -65,7 +65,7 @@ class Scheduler:
         self._unchanged = (-1, 0.0, 0.0)  # the number of changes, and since when, and the processor time then
         self.idle = 1  # the first thread, which is being started
         self.calls_running = 0  # not counting those whose threads wait for another worker
-        self.unfinished = 0  # works that were added and have not ended
+        self._running = 0  # works that have begun and not ended
         self.owned: set[LinkSchedule] = set()
 
     # --- idle threads -------------------------------------------------------------------------------------------
@@ -119,7 +119,6 @@ class Scheduler:
     ) -> Work | None:
         """The owner has run ``done`` and read ``arrived``: what it runs next.  None also if it has lost the link."""
         with self._lock:
-            self.unfinished += len(arrived)
             if done is not None:
                 self._end(done)
             if link.owner is not me:
@@ -130,38 +129,46 @@ class Scheduler:
             if arrived:
                 unbegun.extend(arrived)
             while unbegun:
-                work = unbegun.popleft()
-                if work.is_call:
-                    if self._is_full():
-                        self._calls.append(work)
-                        continue
-                    self._begin_call()
+                work = unbegun[0]
+                if work.is_call and self._is_full():
+                    self._calls.append(unbegun.popleft())
+                    continue
+                more = len(unbegun) > 1
+                self._begin(work)
                 link.begun += 1
-                link.running, link.more = True, bool(unbegun)
-                return work
+                link.running, link.more = True, more
+                return unbegun.popleft()
             return None
 
-    def _end(self, work: Work) -> None:
-        self.unfinished -= 1
-        self.calls_running -= work.is_call
+    def _begin(self, work: Work) -> None:
+        self._running += 1
+        self.calls_running += work.is_call
         self._changes += work.is_call
 
-    def _begin_call(self) -> None:
-        self.calls_running += 1
-        self._changes += 1
+    def _end(self, work: Work) -> None:
+        self._running -= 1
+        self.calls_running -= work.is_call
+        self._changes += work.is_call
 
     def _is_full(self) -> bool:
         return self.calls_running >= self._limit + self._extra
 
-    def interrupted(self, work: Work) -> None:
-        """A thread of the user's, which ran this, was interrupted."""
+    def interrupted(self, link: LinkSchedule, me: object, work: Work | None) -> None:
+        """A thread of the user's was interrupted, which owns the link or ran this work when it lost the link.
+
+        The interrupt may have come inside of ``next_of_link``, so the link knows better than the thread what it runs.
+        It runs messages, not calls.
+        """
         with self._lock:
-            self._end(work)
+            if link.owner is me:
+                self._running -= link.running
+                link.running = False
+            elif work is not None:
+                self._end(work)
 
     def give_up(self, link: LinkSchedule, me: object, arrived: Sequence[Work] = ()) -> bool:
         """The owner lets go of the link, and of what it has read; False if it owned it no more."""
         with self._lock:
-            self.unfinished += len(arrived)
             if link.owner is not me:
                 self._enqueue(arrived)
                 return False
@@ -205,7 +212,6 @@ class Scheduler:
     def add(self, works: Sequence[Work]) -> bool:
         """Puts works into the queues.  Whether to wake a thread: one that drains the messages takes these too."""
         with self._lock:
-            self.unfinished += len(works)
             self._enqueue(works)
             return self._draining == 0 or self.can_take()
 
@@ -224,15 +230,23 @@ class Scheduler:
                 self._end(done)
                 self._draining -= not done.is_call
             if self._messages:
+                self._begin(self._messages[0])
                 self._taken += 1
                 self._draining += 1
                 return self._messages.popleft()
             if self._calls and not self._is_full():
-                self._begin_call()
+                self._begin(self._calls[0])
                 self._taken += 1
                 return self._calls.popleft()
             self.idle += 1
             return None
+
+    @property
+    def unfinished(self) -> int:
+        """How many works run or wait to be run."""
+        with self._lock:
+            waiting = len(self._messages) + len(self._calls) + sum(len(link.unbegun) for link in self.owned)
+            return self._running + waiting
 
     @property
     def has_queued(self) -> bool:
@@ -244,7 +258,6 @@ class Scheduler:
             rest = [*self._messages, *self._calls]
             self._messages.clear()
             self._calls.clear()
-            self.unfinished -= len(rest)
             return rest
 
     # --- threads that wait for another worker ---------------------------------------------------------------------
