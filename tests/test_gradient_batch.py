@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from telegrad._ids import PassId
 from telegrad._wire import codec
 from telegrad._wire.frames import FrameReader, prefix
-from telegrad._wire.messages import Finished, Gradients, Note, PassHead, Report
+from telegrad._wire.messages import Finished, Gradients, PassHead, Report
 from telegrad._wire.tensors import INLINE_LIMIT
 from telegrad._wire.values import Bundle, Route
 from telegrad.autograd import run
@@ -34,15 +35,15 @@ def a_batch(counted: bool = True, lane: Any = None) -> GradientBatch:
 
 
 def sent(batch: GradientBatch, neighbours: Neighbours | None = None) -> tuple[Gradients, list[Tensor]]:
-    """What the other side reads: the note, and the tensors that came with it."""
-    parcel = batch.tensors.parcel()
-    header = codec.encode(Note(1, 1, batch.message(HEAD), (), parcel.body))
+    """What the other side reads: the message, and the tensors that came with it."""
+    packed = batch.tensors.packed()
+    header = codec.encode(msgspec.structs.replace(batch.message(HEAD), body=packed.body))
     reader = FrameReader(codec.decode, codec.stream_sizes, lambda size: np.empty(size, np.uint8))
-    ((note, streamed),) = feed(
-        reader, b"".join([prefix(len(header), sum(map(len, parcel.stream))), header, *parcel.stream])
+    ((message, streamed),) = feed(
+        reader, b"".join([prefix(len(header), sum(map(len, packed.stream))), header, *packed.stream])
     )
-    borrowed = neighbours.borrow(note.body) if neighbours is not None else ()
-    return note.payload, receive(note.body, streamed, borrowed=borrowed)[0]
+    borrowed = neighbours.borrow(message.body) if neighbours is not None else ()
+    return message, receive(message.body, streamed, borrowed=borrowed)[0]
 
 
 def opened(batch: GradientBatch) -> Wanted:
