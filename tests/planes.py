@@ -187,7 +187,7 @@ class End:
             if not self.plane.wait(pending):
                 self.plane.settle(pending, RpcTimeoutError(pending.what))
         except BaseException:
-            self.link.pending.pop(pending.call_id, None)
+            self.plane.settle(pending, RpcTimeoutError("given up"))
             raise
         outcome = pending.take_outcome()
         if isinstance(outcome, Exception):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from telegrad._agent.outcomes import Outcomes
-from telegrad._agent.plane import Pool
 
 from support import PATIENCE, assert_no_references, eventually
 from telegrad._wire.messages import Failure
@@ -38,17 +35,18 @@ def make_reference(worker: str) -> Any:
     return rpc.RRef(worker)
 
 
-def interrupt_once(monkeypatch: pytest.MonkeyPatch, after_the_answer: bool) -> None:
-    """The next wait is interrupted, before its answer came or after it."""
-    help_read = Outcomes._help
+def interrupt_once(monkeypatch: pytest.MonkeyPatch, worker: Worker, after_the_answer: bool) -> None:
+    """The next wait for an answer is interrupted, before the answer came or after it."""
+    plane = worker.agent.plane
+    wait = plane.wait
 
-    def interrupted(self: Outcomes, waiting: Any) -> None:
-        monkeypatch.setattr(Outcomes, "_help", help_read)
+    def interrupted(pending: Any) -> bool:
+        monkeypatch.setattr(plane, "wait", wait)
         if after_the_answer:
-            assert eventually(waiting.ticket.settled)
+            assert wait(pending)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Outcomes, "_help", interrupted)
+    monkeypatch.setattr(plane, "wait", interrupted)
 
 
 @pytest.mark.parametrize("after_the_answer", [False, True])
@@ -56,7 +54,7 @@ def test_a_future_completes_although_a_wait_for_it_was_interrupted(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch, after_the_answer: bool
 ) -> None:
     future = pair["a"].rpc_async("b", answer, (3,))
-    interrupt_once(monkeypatch, after_the_answer)
+    interrupt_once(monkeypatch, pair["a"], after_the_answer)
     if not future.done():
         with pytest.raises(KeyboardInterrupt):
             future.wait()
@@ -68,36 +66,39 @@ def test_a_future_completes_although_a_wait_for_it_was_interrupted(
 def test_the_answer_of_an_interrupted_call_is_let_go(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch, after_the_answer: bool
 ) -> None:
-    interrupt_once(monkeypatch, after_the_answer)
+    interrupt_once(monkeypatch, pair["a"], after_the_answer)
     with pytest.raises(KeyboardInterrupt):
         pair["a"].rpc_sync("b", make_reference, ("b",))
     assert len(pair["a"].agent.calls) == 0
     assert_no_references(pair)
 
 
-@pytest.mark.parametrize("moment", ["entered", "before it is sent"])
-def test_a_call_that_was_interrupted_before_it_was_sent_is_forgotten(
+@pytest.mark.parametrize("moment", ["before it is sent", "after it was sent"])
+def test_a_call_that_was_interrupted_while_it_was_sent_is_forgotten(
     pair: Cluster, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Else a shutdown would wait for its deadline, or for ever where it has none."""
     agent = pair["a"].agent
     reference = pair["a"].remote("b", answer, (1,))
     assert reference.to_here() == 1
-    start = agent.calls.start
+    link = agent.peer("b").link
+    assert link is not None
+    send = link.send
 
-    def interrupted(*args: Any) -> Any:
-        if moment == "entered":
-            start(*args)
+    def interrupted(*args: Any) -> None:
+        if moment == "after it was sent":
+            send(*args)
         raise KeyboardInterrupt
 
-    owner, name = (agent.calls, "start") if moment == "entered" else (agent._clock, "wake_before")
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, interrupted)
+        patch.setattr(link, "send", interrupted)
         with pytest.raises(KeyboardInterrupt):
             pair["a"].rpc_sync("b", answer, (reference,), timeout=0)
     assert len(agent.calls) == 0
-    assert not agent._lent
+    assert not link.kept
     assert pair["a"].rpc_sync("b", answer, (2,)) == 2
+    del reference
+    assert_no_references(pair)
 
 
 def test_a_signal_handler_may_call_the_worker_that_its_thread_dials(
@@ -152,69 +153,6 @@ def test_a_value_that_exits_is_an_error_and_costs_no_thread(pair: Cluster, kind:
     assert eventually(lambda: all(worker.agent.plane.unfinished == 0 for worker in pair))
 
 
-def test_a_system_without_threads_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = Pool("poor", 4)
-    start = threading.Thread.start
-    refused: list[str] = []
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name.startswith("telegrad-poor") and len(refused) < 3:
-            refused.append(thread.name)
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    done = [threading.Event() for _ in range(8)]
-    for event in done:
-        pool.submit((lambda event, _: event.set(), event, None))
-        assert event.wait(PATIENCE)
-    assert len(refused) == 3
-    pool.close(PATIENCE)
-
-
-def test_the_end_of_a_link_leaves_the_next_one_with_its_number_alone() -> None:
-    """A descriptor that was closed may be another connection's by now."""
-
-    class Silent:
-        def readable(self) -> tuple[()]:
-            return ()
-
-        def linger(self) -> None:
-            pass
-
-        def flush(self) -> None:
-            pass
-
-    pool = Pool("one", 2)
-    fd = os.eventfd(0)
-    before, after = Silent(), Silent()
-    pool.watch(fd, before)
-    pool.forget(fd, before)
-    pool.watch(fd, after)
-    pool.forget(fd, before)  # the second close of the link before
-    assert pool._waking._sources[fd] is after
-    pool.forget(fd, after)
-    os.close(fd)
-    pool.close(PATIENCE)
-
-
-def test_a_close_waits_once_and_not_once_per_thread(pair: Cluster) -> None:
-    gate = threading.Event()
-    begun = [threading.Event() for _ in range(4)]
-    pool = Pool("busy", 8)
-    for event in begun:
-        pool.submit((lambda event, _: (event.set(), gate.wait(PATIENCE)), event, None))
-        assert event.wait(PATIENCE)
-    waited: list[float] = []
-    join = threading.Thread.join
-    monkey = pytest.MonkeyPatch()
-    monkey.setattr(threading.Thread, "join", lambda self, timeout=None: waited.append(timeout) or join(self, timeout))
-    pool.close(0.2)
-    monkey.undo()
-    gate.set()
-    assert sum(waited) < 4 * 0.2
-
-
 def test_two_devices_cannot_go_to_one() -> None:
     options = RpcBackendOptions()
     options.set_device_map("b", {"cuda:0": "cuda:1"})
@@ -223,22 +161,24 @@ def test_two_devices_cannot_go_to_one() -> None:
 
 
 def test_an_exception_keeps_the_segment_of_its_tensor_until_it_is_given_back(pair: Cluster) -> None:
-    """On a link with shared memory; in a cluster there is none, so what the caller would see is not looked at."""
+    """On a link with shared memory; in a cluster there is none, so what the caller would see is not looked at.
+
+    The answer waits on its way, so that the segment is not given back before the test looks at it.
+    """
     worker: Worker = pair["b"]
     assert pair["a"].rpc_sync("b", answer, (1,)) == 1
     (link,) = [link for link in worker.agent.peer("a").links if not link.dialled]
     error = ValueError("see", torch.full((1 << 17,), 7.0))
-    fault = pair.fault("drop", Failure)
+    fault = pair.fault("stall", Failure)
     link.shares_memory = True
     try:
         worker.agent.answer_failure(link, 99, error)
         (segment,) = link.held.values()
         assert bytes(segment.memory)[: 1 << 19] == torch.full((1 << 17,), 7.0).numpy().tobytes()
         assert fault.hits == 1
-        pair.faults.clear()
-        worker.agent.answer_failure(link, 99, error)  # to a caller that waits for it no more
-        assert eventually(lambda: list(link.held) == [segment.number])
-        assert repr(worker.agent.marshal.segments) == f"<SegmentPool 2 segments, {segment.size:,} bytes idle>"
+        pair.faults.clear()  # it reaches a caller that does not wait for it any more
+        assert eventually(lambda: not link.held)
+        assert repr(worker.agent.marshal.segments) == f"<SegmentPool 1 segments, {segment.size:,} bytes idle>"
     finally:
         link.shares_memory = False
         link.held.clear()
@@ -258,24 +198,19 @@ def test_an_argument_that_cannot_be_sent_leaves_no_answer_behind() -> None:
 @pytest.mark.parametrize("after_the_answer", [False, True])
 def test_asking_all_may_be_interrupted(monkeypatch: pytest.MonkeyPatch, after_the_answer: bool) -> None:
     with cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        interrupt_once(monkeypatch, after_the_answer)
+        interrupt_once(monkeypatch, workers["a"], after_the_answer)
         with workers.on("a"), pytest.raises(KeyboardInterrupt):
             ask_all(make_reference, {"b": ("b",), "c": ("c",)})
         assert_no_references(workers)
 
 
-def test_a_call_is_given_up_while_its_answer_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with cluster("a", "b", timeout=PATIENCE) as workers:
-        agent = workers["a"].agent
-        call = workers["a"].start_call("b", make_reference, ("b",))
-        finish = agent.calls.finish
-
-        def late(call_id: int) -> Any:
-            if threading.current_thread() is threading.main_thread():
-                assert eventually(call.ticket.settled)
-            return finish(call_id)
-
-        monkeypatch.setattr(agent.calls, "finish", late)
-        agent.give_up(call)
-        agent.give_up(call)
-        assert_no_references(workers)
+@pytest.mark.parametrize("after_the_answer", [False, True])
+def test_a_call_may_be_given_up_twice(pair: Cluster, after_the_answer: bool) -> None:
+    agent = pair["a"].agent
+    call = pair["a"].start_call("b", make_reference, ("b",))
+    if after_the_answer:
+        assert agent.plane.wait(call)
+    agent.give_up(call)
+    agent.give_up(call)
+    assert len(agent.calls) == 0
+    assert_no_references(pair)

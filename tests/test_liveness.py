@@ -9,9 +9,8 @@ import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
-from telegrad._agent.loopback import Direct, MemoryLink
-from telegrad._agent.plane import Pool
 
+from planes import IMPLEMENTATIONS, linked
 from telegrad._agent.liveness import Liveness
 from telegrad._agent.peers import Peer, WorkerRecord
 from telegrad._transport.sockets import SocketStream
@@ -210,9 +209,9 @@ def test_the_host_of_a_unix_socket_responds() -> None:
     two.close()
 
 
-def test_a_link_within_the_process_has_no_host_to_watch() -> None:
-    pool = Pool("test", 1)
-    link = MemoryLink(1, True, None, pool, Direct())
-    assert link.pid is None
-    assert not link.host_is_silent(0.0)
-    pool.close(1.0)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_link_within_the_process_has_no_host_to_watch(implementation: str) -> None:
+    with linked(IMPLEMENTATIONS[implementation], "loopback") as ends:
+        for end in ends:
+            assert end.link.pid is None
+            assert not end.link.host_is_silent(0.0)

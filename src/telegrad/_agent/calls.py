@@ -92,12 +92,12 @@ class Calls:
             plane.settle(pending, self.timed_out(pending))
 
     def give_up(self, pending: Pending) -> None:
-        """No thread will wait for it: an answer that came, or will come, is discarded."""
-        link = pending.link
-        if link.pending.pop(pending.call_id, None) is None:
+        """No thread will wait for it: an answer that came, or will come, is discarded.  May be called twice."""
+        plane = self._agent.plane
+        if not plane.settle(pending, TelegradError(f"{pending.what} was given up")):
             outcome = pending.take_outcome()
             if isinstance(outcome, Frame):
-                self._agent.plane.submit(self.discard, link, outcome)
+                plane.submit(self.discard, pending.link, outcome)
 
     def _help_future(self, pending: Pending, complete: _Completion, wait: Callable[[], Any]) -> Any:
         """Waits for a future.  An answer that is read meanwhile completes it on this thread, with no hop to another."""
