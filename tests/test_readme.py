@@ -91,7 +91,7 @@ def test_make_targets_exist(path: Path) -> None:
 @by_document
 def test_command_line_options_exist(path: Path) -> None:
     known = {"--hook-type", "--strict"}  # of pre-commit and mypy
-    for program in (SOURCE / "cli.py", ROOT / "bench" / "__main__.py"):
+    for program in (SOURCE / "cli.py", ROOT / "bench" / "__main__.py", ROOT / "tests" / "walk" / "__main__.py"):
         known |= set(re.findall(r'"(--[a-z-]+)"', program.read_text()))
     assert set(re.findall(r"(?<![\w<!-])--[a-z][a-z-]+", TEXT[path])) <= known
 
