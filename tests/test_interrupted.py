@@ -120,8 +120,10 @@ def test_a_signal_handler_may_call_the_worker_that_its_thread_dials(
     assert within == [0, 4]
     peer = agent.peer("b")
     assert len(peer.links) == len(pair["b"].agent.peer("a").links) == 2  # to close one would look like our end
-    peer.forget(*peer.spare)
+    (spare,) = peer.spare
+    peer.forget(spare)
     assert peer.links == [peer.link]
+    peer.spare.add(spare)  # so that the shutdown closes it
 
 
 class Leaver:
