@@ -329,9 +329,10 @@ def test_half_a_frame_and_a_close(make_plane: Any) -> None:
 
 def test_a_message_that_only_the_dialling_side_may_send_breaks_the_link(pair: Pair) -> None:
     caller, callee = pair
+    pending = caller.call("nothing")
     callee.link.send(Call(1, "echo"))
     with pytest.raises(WorkerLostError, match="sent a Call on a connection that this worker made"):
-        caller.ask("nothing")
+        caller.result(pending)
     assert len(caller.broken) == 1
 
 

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from telegrad._core.python.scheduler import STUCK, LinkSchedule, Scheduler, Work
+from telegrad._core.python.scheduler import STUCK, LinkSchedule, Owner, Scheduler, Work
 
 
 def nothing(first: object, second: object) -> None: ...
@@ -24,8 +24,8 @@ def message(number: object = 0) -> Work:
     return Work(False, nothing, None, number)
 
 
-def owner_of(scheduler: Scheduler, link: LinkSchedule) -> object:
-    me = object()
+def owner_of(scheduler: Scheduler, link: LinkSchedule) -> Owner:
+    me = Owner()
     assert scheduler.own(link, me)[0]
     return me
 
@@ -38,7 +38,7 @@ def test_the_last_idle_thread_is_replaced_before_it_does_anything() -> None:
     assert scheduler.stop_idling()  # start another
     assert scheduler.idle == 1
     link = LinkSchedule()
-    owns, start = scheduler.own(link, object())
+    owns, start = scheduler.own(link, Owner())
     assert (owns, start) == (True, True)
 
 
@@ -52,10 +52,10 @@ def test_a_thread_that_the_system_refuses_is_asked_for_again() -> None:
 def test_a_link_has_one_owner() -> None:
     scheduler, link = Scheduler(4), LinkSchedule()
     me = owner_of(scheduler, link)
-    assert scheduler.own(link, object()) == (False, False)
+    assert scheduler.own(link, Owner()) == (False, False)
     assert scheduler.give_up(link, me)
     assert not scheduler.give_up(link, me)
-    assert scheduler.own(link, object())[0]
+    assert scheduler.own(link, Owner())[0]
 
 
 def test_the_owner_runs_what_it_read_in_order_and_sends_the_answers_together() -> None:
@@ -167,11 +167,14 @@ class Connection(LinkSchedule):
 
 
 @dataclass(eq=False)
-class Thread:
+class Thread(Owner):
     link: Connection | None = None
     work: Work | None = None
     waits: bool = False
     queued: bool = False  # its work came from the queues
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
 
 class Simulation:

@@ -28,7 +28,7 @@ from typing import Any
 from telegrad._core.interface import Act, Events, Handlers, How
 from telegrad._core.python.link import PythonLink
 from telegrad._core.python.pending import PendingCall
-from telegrad._core.python.scheduler import STUCK, LinkSchedule, Scheduler, Work
+from telegrad._core.python.scheduler import STUCK, LinkSchedule, Owner, Scheduler, Work
 from telegrad._transport.base import Stream
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import FROM_DIALLED, FROM_DIALLER, Message
@@ -73,7 +73,7 @@ class _Here(threading.local):
     serves = False  # it is one of the data plane's
     work: Work | None = None  # what it runs, unless it waits for another worker
     link: PythonLink | None = None  # the link that it owns
-    me: object = None  # as which it owns the link
+    me: Owner | None = None  # as which it owns the link
     before_waiting: Callable[[], None] | None = None
 
 
@@ -365,8 +365,8 @@ class PythonPlane:
 
     def _give_up_link(self, works: Sequence[Work] = ()) -> None:
         here = self._here
-        link, here.link = here.link, None
-        if link is not None and self._scheduler.give_up(link, here.me, works):
+        link, here.link, me = here.link, None, here.me
+        if link is not None and me is not None and self._scheduler.give_up(link, me, works):
             if link.has_unsent:
                 link.flush(0.0)
             self._watch(link, _BYTES)
@@ -414,7 +414,7 @@ class PythonPlane:
             self._read_answers(link)
         else:
             link.watched = 0
-            owns, grow = self._scheduler.own(link, me := object())
+            owns, grow = self._scheduler.own(link, me := Owner())
             if grow:
                 self._start_thread()
             if not owns:
@@ -440,7 +440,7 @@ class PythonPlane:
             if self._timer_sleeps:
                 self._alarm.ring()
 
-    def _serve_link(self, link: PythonLink, me: object) -> None:
+    def _serve_link(self, link: PythonLink, me: Owner) -> None:
         """Reads and runs what arrives, until nothing does for a moment or the link is lost."""
         scheduler, here = self._scheduler, self._here
         here.link, here.me = link, me
@@ -492,9 +492,8 @@ class PythonPlane:
             log.exception("worker %r failed in an internal task", self._name)
 
     def attend(self, link: PythonLink, done: Callable[[], bool]) -> None:
-        scheduler, here, me = self._scheduler, self._here, object()
+        scheduler, here, me = self._scheduler, self._here, Owner()
         outer = here.link, here.me, here.work
-        work: Work | None = None
         try:
             here.link, here.me = link, me
             if not scheduler.own(link, me, was_idle=False)[0]:
@@ -515,7 +514,7 @@ class PythonPlane:
                     self._run(work)
                     work = scheduler.next_of_link(link, me, work)
         except BaseException:  # a Ctrl-C
-            scheduler.interrupted(link, me, work)
+            scheduler.interrupted(me)
             raise
         finally:
             here.link, here.me = link, me

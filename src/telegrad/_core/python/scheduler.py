@@ -37,17 +37,27 @@ class Work(NamedTuple):
     second: Any
 
 
+class Owner:
+    """A thread, while it owns a link, or runs what it began as the owner."""
+
+    def __init__(self) -> None:
+        self.runs = False  # one of the works that it read
+
+
 class LinkSchedule:
     """What the scheduler knows of one link."""
 
     def __init__(self) -> None:
-        self.owner: object = None
+        self.owner: Owner | None = None
         self.unbegun: deque[Work] = deque()  # read by the owner
         self.begun = 0  # how many the owner has begun
         self.begun_at_tick = -1  # the same, at the last tick
-        self.running = False  # the owner runs one now
-        self.more = False  # and will run another after it, so answers can be sent together
+        self.more = False  # the owner will run another after the one that it runs, so answers can be sent together
         self.slow = False
+
+    def is_stuck(self) -> bool:
+        """Whether the owner has run the same work for a tick."""
+        return self.owner is not None and self.owner.runs and self.begun == self.begun_at_tick
 
 
 class Scheduler:
@@ -76,7 +86,7 @@ class Scheduler:
             self.idle -= 1
             return self._needs_thread()
 
-    def own(self, link: LinkSchedule, me: object, was_idle: bool = True) -> tuple[bool, bool]:
+    def own(self, link: LinkSchedule, me: Owner, was_idle: bool = True) -> tuple[bool, bool]:
         """A thread wants to own a link.  Whether it does, and whether to start a thread."""
         with self._lock:
             if link.owner is not None:
@@ -115,16 +125,17 @@ class Scheduler:
     # --- the owner of a link ------------------------------------------------------------------------------------
 
     def next_of_link(
-        self, link: LinkSchedule, me: object, done: Work | None, arrived: Sequence[Work] = ()
+        self, link: LinkSchedule, me: Owner, done: Work | None, arrived: Sequence[Work] = ()
     ) -> Work | None:
         """The owner has run ``done`` and read ``arrived``: what it runs next.  None also if it has lost the link."""
         with self._lock:
             if done is not None:
                 self._end(done)
+                me.runs = False
             if link.owner is not me:
                 self._enqueue(arrived)
                 return None
-            link.running = link.more = False
+            link.more = False
             unbegun = link.unbegun
             if arrived:
                 unbegun.extend(arrived)
@@ -136,7 +147,7 @@ class Scheduler:
                 more = len(unbegun) > 1
                 self._begin(work)
                 link.begun += 1
-                link.running, link.more = True, more
+                me.runs, link.more = True, more
                 return unbegun.popleft()
             return None
 
@@ -153,20 +164,13 @@ class Scheduler:
     def _is_full(self) -> bool:
         return self.calls_running >= self._limit + self._extra
 
-    def interrupted(self, link: LinkSchedule, me: object, work: Work | None) -> None:
-        """A thread of the user's was interrupted, which owns the link or ran this work when it lost the link.
-
-        The interrupt may have come inside of ``next_of_link``, so the link knows better than the thread what it runs.
-        It runs messages, not calls.
-        """
+    def interrupted(self, me: Owner) -> None:
+        """A thread of the user's was interrupted, perhaps inside of ``next_of_link``.  It runs messages, not calls."""
         with self._lock:
-            if link.owner is me:
-                self._running -= link.running
-                link.running = False
-            elif work is not None:
-                self._end(work)
+            self._running -= me.runs
+            me.runs = False
 
-    def give_up(self, link: LinkSchedule, me: object, arrived: Sequence[Work] = ()) -> bool:
+    def give_up(self, link: LinkSchedule, me: Owner, arrived: Sequence[Work] = ()) -> bool:
         """The owner lets go of the link, and of what it has read; False if it owned it no more."""
         with self._lock:
             if link.owner is not me:
@@ -177,7 +181,7 @@ class Scheduler:
             return True
 
     def _take_away(self, link: LinkSchedule) -> None:
-        link.owner, link.running, link.more = None, False, False
+        link.owner, link.more = None, False
         self.owned.discard(link)
         self._enqueue(link.unbegun)
         link.unbegun.clear()
@@ -186,7 +190,7 @@ class Scheduler:
         """A tick has passed.  Which links their owners lose, and whether to wake a thread for the queues."""
         with self._lock:
             self._give_way(now, processor_time)
-            stuck = [link for link in self.owned if link.running and link.begun == link.begun_at_tick]
+            stuck = [link for link in self.owned if link.is_stuck()]
             for link in stuck:
                 link.slow = True
                 self._take_away(link)
