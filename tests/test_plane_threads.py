@@ -273,7 +273,7 @@ def test_attending_handles_messages_here_and_leaves_calls_to_others(make_plane: 
         assert eventually(attend)
         assert set(here) == {threading.get_ident()}
         assert answered().message.body.tree == "call"
-        assert not callee.plane.unfinished
+        assert eventually(lambda: not callee.plane.unfinished)
 
 
 def test_attending_ends_when_it_is_done_or_another_thread_reads(make_plane: Any) -> None:
