@@ -196,7 +196,7 @@ def test_the_variables_of_this_repository_are_known(
     for folder in ("src", "tests", "bench", "examples"):
         files += (file for file in (ROOT / folder).rglob("*.py") if file != Path(__file__))
     found = {name for file in files for name in re.findall(r"TELEGRAD_[A-Z_]*[A-Z]", file.read_text())}
-    assert {"TELEGRAD_SECRET", "TELEGRAD_ALLOW_CLOUDPICKLE", "TELEGRAD_COMPAT", "TELEGRAD_FUZZ_EXAMPLES"} <= found
+    assert {"TELEGRAD_SECRET", "TELEGRAD_COMPAT", "TELEGRAD_FUZZ_EXAMPLES"} <= found
     for variable in found:
         monkeypatch.setenv(variable, "1")
     for name in VARIABLES:

@@ -56,7 +56,7 @@ def test_a_call_goes_from_the_public_function_to_the_remote_one(
     walks: dict[str, Walk], scene: str, remote: str
 ) -> None:
     first = first_on_main_thread(walks[scene])
-    assert (first.file, first.function) == ("rpc/api.py", "rpc_sync")
+    assert (first.file, first.function) == ("rpc/calls.py", "rpc_sync")
     called = [line for each in walks[scene].callee.threads for line in each.lines if not line.counts]
     assert [line.function for line in called] == [remote]
     assert 0 < first.time < called[0].time  # by the clock that both processes share

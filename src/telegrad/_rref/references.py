@@ -170,7 +170,10 @@ class References:
         with self._lock:
             fork_id, instructions = self.ledger.receive(fork)
             if fork.owner == self.agent.me.worker_id and fork_id is None and fork.rref_id not in self._owned:
-                self._owned[fork.rref_id] = Owned()
+                expected = self._owned[fork.rref_id] = Owned()
+                if fork.rref_id.created_on in self._lost:
+                    # Behind the calls of that worker that are here and wait for a thread, as in ``_worker_lost``.
+                    self.agent.plane.submit(_end_orphans, [expected], fork.rref_id.created_on, call=True)
         handle = self._make_handle(self, fork, fork_id)
         self._carry_out(instructions)
         return handle
