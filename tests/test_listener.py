@@ -530,7 +530,7 @@ def test_no_descriptor_leaks(house: House, papers: Papers, other_papers: Papers)
     before = descriptors()
     for _ in range(20):
         visit()
-    assert eventually(lambda: descriptors() == before)
+    assert eventually(lambda: descriptors() <= before)  # fewer, when those of an earlier test are closed late
 
 
 def test_out_of_descriptors(house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
