@@ -13,20 +13,21 @@ What a program uses::
 
 What it is made of; a module imports only what stands above it::
 
-    errors, ids     the exception tree; the ids of workers, calls and references
-    wire/           messages, and how they and the values in them become bytes
-    transport/      sockets, TLS, who may talk, receive memory, memory shared within a host
-    current         which worker the running code belongs to
-    agent/          threads, links, calls: one worker's traffic, whatever it is about
-    rref/           references to values on other workers
+    errors, _ids    the exceptions; the ids of workers, calls and references
+    _wire/          messages, and how they and the values in them become bytes
+    _transport/     sockets, TLS, identity, receive memory, shared memory of one host
+    _core/          the data plane: links, pending calls, threads
+    _current        which worker the running code belongs to
+    _agent/         one worker's traffic, whatever it is about
+    _rref/          references to values on other workers
     autograd/       gradients through calls
-    worker          one worker, put together
+    _worker         one worker, put together
     rpc/            the public functions, the options, how the workers of a job find each other
     optim/          the optimizer over many workers
     nn/             modules on other workers
     checkpoint/     saves and restores all of it
     compat/         torch's names, private ones too, and how they get into a program
-    launch, cli     the ``telegrad`` command (with lines, process)
+    launch/, cli    the ``telegrad`` command
     testing/        workers in one process
 
 ``docs/design.md`` tells how it works.

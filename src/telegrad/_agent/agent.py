@@ -55,7 +55,7 @@ _GOODBYE_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0  # for a call without a deadline
 _SHORTEST_DIAL = 2.0  # a call with a shorter timeout connects too, or such calls would never reach their worker
 _TICK_SECONDS = 1.0
-_LAZY_SECONDS = 0.05  # within which a message leaves that nobody waits for
+_LAZY_SECONDS = 0.05  # after which a lazy message is sent alone, if no other message took it along
 
 MessageHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the message, what opens its value
 

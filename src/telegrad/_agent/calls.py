@@ -71,8 +71,8 @@ class Calls:
         )
         if future is not None:
             future._help = partial(self._help_future, pending, then)
-        # It broke after our look, and nobody else may know of this call.  While the peer is not known to be lost, the
-        # thread that closes the link has not failed its calls yet, and will give the reason.
+        # The link may have broken after we took it; then no other thread knows of this call.  While the peer is not
+        # known to be lost, the thread that closes the link has yet to fail its calls, and will give the reason.
         if (link.closed and peer.state is not PeerState.KNOWN) or agent.closing:
             agent.fail_calls(peer, link)
         return pending

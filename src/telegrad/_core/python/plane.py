@@ -36,7 +36,6 @@ from telegrad.errors import UsageError
 
 log = logging.getLogger("telegrad.agent")
 
-# docs/design.md has a table of what each row of the benchmark loses without these.
 SPIN = 100e-6  # Seconds for which a thread looks for the next bytes before it sleeps.
 TICK = 1e-3  # Seconds after which a thread that still runs the same request lets others read its link.
 _SURPLUS_SECONDS = 10.0  # Idle time after which a surplus thread exits.
