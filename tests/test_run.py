@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
@@ -17,10 +19,10 @@ from torch.nn import functional
 
 from support import PATIENCE, assert_no_references, eventually, no_new_threads
 from telegrad import autograd, rpc
-from telegrad._torch import carried_by_engine
 from telegrad._wire.messages import Gradients
 from telegrad._worker import Worker
 from telegrad.autograd import graph, run
+from telegrad.autograd.functions import engine_call
 from telegrad.testing import Cluster, cluster
 
 Call = Callable[..., Any]  # call(to, function, *args)
@@ -447,7 +449,7 @@ def test_a_batch_that_nothing_can_join_leaves_from_within_the_engine(
     send = run.Run._send_batch
 
     def noted(self: run.Run, to: int, batch: run.GradientBatch) -> None:
-        leaves.append((self.this.is_root, carried_by_engine() is not None))
+        leaves.append((self.this.is_root, engine_call.get() is not None))
         send(self, to, batch)
 
     monkeypatch.setattr(run.Run, "_send_batch", noted)
@@ -850,3 +852,40 @@ def test_a_hook_that_raises_in_what_many_calls_have_in_common(trio: Cluster, mod
             autograd.backward(context_id, [loss], mode=mode)
     assert_nothing_left(trio)
     check(trio, fan_out, mode)
+
+
+# --- the end of a thread ------------------------------------------------------------------------------------------
+
+# The last of its exit handlers keeps the GIL until the interpreter ends.  A thread that needs it after its last line of
+# Python, as one does in which torch keeps an object, then aborts the process.
+ENDS_LAST = """
+import atexit, functools, threading
+
+go = threading.Event()
+
+def end():
+    go.set()
+    thread.join()
+
+atexit.register(functools.partial(pow, 3, 2_000_000))
+atexit.register(end)
+
+import torch
+from telegrad import autograd, rpc
+from telegrad.testing import cluster
+
+def train():
+    with cluster("a", "b") as workers, workers.on("a"), autograd.context() as context_id:
+        weight = torch.ones(2, requires_grad=True)
+        autograd.backward(context_id, [rpc.rpc_sync("b", torch.mul, (weight, 3)).sum()])
+        print(autograd.get_gradients(context_id)[weight].tolist())
+    go.wait()
+
+thread = threading.Thread(target=train, daemon=True)
+thread.start()
+"""
+
+
+def test_a_thread_that_ran_a_backward_may_end_together_with_the_interpreter() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_LAST], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[3.0, 3.0]\n", "")

@@ -44,17 +44,18 @@ def set_sequence_number(node: Any, number: int) -> None:
 _CARRIED = "telegrad.autograd"  # the key under which the engine carries an object
 
 
-def carry_in_engine(value: Any) -> Any:
-    """Sets the object that the nodes of the next engine calls of this thread see, and returns the previous one.
+def carry_in_engine(value: Any) -> None:
+    """Sets the object that nodes on a device see in the next engine call of this thread.
 
     The engine keeps such objects in its graph task, with the other state of the calling thread, and restores them on
-    each thread that runs nodes of the task.  The nodes of a device run on that device's own thread, which sees no
-    ``threading.local`` and no ``ContextVar`` of the caller.  ``_current_graph_task_id`` is the same on all of these
-    threads, but the caller does not know the id before the first node runs.
+    each thread that runs nodes of the task.  A device's thread sees no ``threading.local`` and no ``ContextVar`` of the
+    caller.  ``_current_graph_task_id`` is the same on all of these threads, but the caller does not know the id before
+    the first node runs.
+
+    Use it for devices only: torch cannot remove the key again.  The thread then needs the GIL after its last line of
+    Python, to free the value, and the process is aborted if the interpreter ends at that moment.
     """
-    previous = carried_by_engine()
     torch._C._stash_obj_in_tls(_CARRIED, value)
-    return previous
 
 
 def carried_by_engine() -> Any:

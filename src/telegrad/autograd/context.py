@@ -48,6 +48,7 @@ class Context:
         self.ended = False
         self.sends: dict[int, Send] = {}
         self.recvs = 0
+        self.uses_device = False  # a tensor that was received is not on the CPU
         self.origin: int | None = None  # the worker that told this one first; others tell it of the end
         self.workers: set[int] = set()  # the workers that this one told of the context
         self.passes: dict[PassId, Any] = {}  # that this worker takes part in; None: it has failed

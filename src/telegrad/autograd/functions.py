@@ -8,12 +8,13 @@ over to be sent to the send at the other end.
     sender                                   receiver
         x ◀── SendRpc   ◀ ─ ─ gradient ─ ─   RecvRpc ◀── y = f(x)
 
-A node finds the run that called the engine through torch's graph task (``_torch.carried_by_engine``), and not through a
-variable of the thread: the nodes of a device run on that device's thread.
+A node finds the run that called the engine in a context variable, ``engine_call``: nodes on the CPU run on the thread
+that called.  The nodes of a device run on that device's thread, and find it through torch's graph task.
 """
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,6 +43,8 @@ class EngineCall(Protocol):
         """Takes the gradient of a received tensor, to be sent with those of the same message."""
 
 
+engine_call: ContextVar[EngineCall | None] = ContextVar("telegrad_engine_call", default=None)
+
 _EMPTY = torch.empty(())
 
 
@@ -55,7 +58,7 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        call: EngineCall | None = carried_by_engine()
+        call = engine_call.get()
         assert call is not None, "a send is a root of telegrad's own engine calls only"
         return None, None, call.gradient_for(*ctx.sent)
 
@@ -72,7 +75,7 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        call: EngineCall | None = carried_by_engine()
+        call: EngineCall | None = engine_call.get() or carried_by_engine()
         if call is None:
             raise UsageError(
                 "this tensor came from another worker, so a plain backward() ends here: call "

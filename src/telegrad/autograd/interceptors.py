@@ -97,10 +97,11 @@ class Interceptors:
             if message_id != NO_MESSAGE:
                 recv = Recv(context_id, sender, message_id)
                 if torch.is_grad_enabled():
-                    _receive_all(recv, tensors, indices)
+                    all_on_cpu = _receive_all(recv, tensors, indices)
                 else:
                     with torch.enable_grad():  # grad mode is that of the sender
-                        _receive_all(recv, tensors, indices)
+                        all_on_cpu = _receive_all(recv, tensors, indices)
+                context.uses_device |= not all_on_cpu
                 context.recvs += 1
         except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(
@@ -127,9 +128,13 @@ def _make_leaves(tensors: list[Tensor], indices: Sequence[int]) -> None:
             raise ValueError(f"tensor {index} cannot have a gradient: {error}") from error
 
 
-def _receive_all(recv: Recv, tensors: list[Tensor], indices: Sequence[int]) -> None:
+def _receive_all(recv: Recv, tensors: list[Tensor], indices: Sequence[int]) -> bool:
+    """Whether all of them are on the CPU."""
+    all_on_cpu = True
     for part, index in enumerate(indices):
         tensor = tensors[index]
         received = tensors[index] = receive(recv, part, tensor)
         if type(tensor) is not Tensor and isinstance(tensor, torch.nn.Parameter):
             mark_as_parameter(received)
+        all_on_cpu = all_on_cpu and tensor.is_cpu
+    return all_on_cpu

@@ -27,7 +27,7 @@ from telegrad.autograd.backward_pass import Message, Pass, Steps
 from telegrad.autograd.context import Scope, context_variable
 from telegrad.autograd.ddp import Reduction
 from telegrad.autograd.diagnostics import lost_in_backward
-from telegrad.autograd.functions import ANCHOR, Recv
+from telegrad.autograd.functions import ANCHOR, Recv, engine_call
 from telegrad.autograd.gates import entries, gradient_or_zeros, wait_for_gradient
 from telegrad.autograd.graph import is_leaf_alone
 from telegrad.autograd.local_pass import Job
@@ -165,7 +165,10 @@ class Run:
         self._at_once = this.head.create_graph or not unit.recvs_last
         self._parts: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
         entered = context_variable.set(this.context)
-        outer_call = carry_in_engine(self)
+        called = engine_call.set(self)
+        carries = this.context.uses_device
+        if carries:
+            carry_in_engine(self)
         outer_wait = self._agent.before_waiting(self.send)  # a hook may wait for a worker that waits for a batch
         try:
             results: list[Tensor | None] = list(
@@ -186,7 +189,9 @@ class Run:
         finally:
             context_variable.reset(entered)
             self._agent.before_waiting(outer_wait)
-            carry_in_engine(outer_call)
+            engine_call.reset(called)
+            if carries:
+                carry_in_engine(None)
 
     # --- called by nodes, on a thread of torch's engine ---------------------------------------------------------
 

@@ -16,6 +16,7 @@ the workers.  After the first, the tracebacks of the workers' KeyboardInterrupts
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import secrets
 import selectors
@@ -25,7 +26,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from types import FrameType
 from typing import BinaryIO
 
@@ -40,6 +40,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRACEBACK_BEGINS = (b"Traceback (most recent call last)", b"Exception ignored in")
 HELD_LINES = 1000  # of a worker's stderr after an interrupt
 DRAIN_SECONDS = 2.0  # how long output may still come after the last worker ended
+_NOT_EPHEMERAL = range(20_000, 32_768)  # Linux gives an outgoing connection a port above, perhaps before a worker does
 
 
 def run_workers(
@@ -171,6 +172,15 @@ def free_port(port: int = 0) -> int:
     """
     if not 0 <= port <= 65535:
         raise UsageError(f"{port} is not a port; choose one from 1 to 65535")
+    if port:
+        return _port_to_listen_on(port)
+    for _ in range(20):
+        with contextlib.suppress(UsageError):
+            return _port_to_listen_on(secrets.choice(_NOT_EPHEMERAL))
+    return _port_to_listen_on(0)
+
+
+def _port_to_listen_on(port: int) -> int:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -267,7 +277,7 @@ class _Launcher:
 
     # -- signals ---------------------------------------------------------------------------------------------------
 
-    @contextmanager
+    @contextlib.contextmanager
     def in_charge(self) -> Iterator[None]:
         """While this lasts, signals that would end the launcher go to the workers; after it, no worker is left."""
         wanted: list[signal.Signals] = []
