@@ -25,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import BinaryIO
 
@@ -227,9 +227,10 @@ class _Pipe:
         self._splitter = LineSplitter()
         self._held: collections.deque[bytes] | None = None  # the first traceback after an interrupt, and what follows
 
-    def read(self) -> bool:
+    def read(self, before_showing: Callable[[], None]) -> bool:
         """Take what is there; False at the end."""
         data = os.read(self._fd, 1 << 16)
+        before_showing()
         self._emit(self._splitter.feed(data, time.monotonic()))
         return bool(data)
 
@@ -344,7 +345,7 @@ class _Launcher:
 
     def _watch(self, pipe: _Pipe, fd: int) -> None:
         def on_readable() -> None:
-            if not pipe.read():
+            if not pipe.read(self._announce):  # a signal is announced before what the workers print because of it
                 pipe.flush()
                 self._open_pipes.remove(pipe)
                 self._selector.unregister(fd)
@@ -365,16 +366,8 @@ class _Launcher:
 
     def _react(self) -> None:
         """Decide what the last events mean for the workers that still run."""
-        running = [worker for worker in self._workers if worker.exit_code is None]
-        if self._announced < len(self._received):
-            self._announced = len(self._received)
-            name = signal.Signals(self._received[-1]).name
-            if name == "SIGKILL":
-                self._err.say("SIGINT again: the workers are killed")
-            else:
-                self._err.say(f"{name}: passed on to the workers{self._threat(running, name)}")
-            if self._deadline is None:
-                self._deadline = time.monotonic() + self._grace
+        self._announce()
+        running = self._running
         if not running:
             if self._deadline is None or self._deadline > time.monotonic() + DRAIN_SECONDS:
                 self._deadline = time.monotonic() + DRAIN_SECONDS
@@ -386,6 +379,22 @@ class _Launcher:
                 worker.send(signal.SIGTERM)
             self._deadline = time.monotonic() + self._grace
 
+    @property
+    def _running(self) -> list[WorkerProcess]:
+        return [worker for worker in self._workers if worker.exit_code is None]
+
+    def _announce(self) -> None:
+        """Say which signals have come since the last time."""
+        if self._announced < len(self._received):
+            self._announced = len(self._received)
+            name = signal.Signals(self._received[-1]).name
+            if name == "SIGKILL":
+                self._err.say("SIGINT again: the workers are killed")
+            else:
+                self._err.say(f"{name}: passed on to the workers{self._threat(self._running, name)}")
+            if self._deadline is None:
+                self._deadline = time.monotonic() + self._grace
+
     def _threat(self, running: list[WorkerProcess], name: str = "") -> str:
         at_once = ", at once if you interrupt again" if name == "SIGINT" else ""
         return f" (SIGKILL in {self._grace:g} s{at_once})" if running else ""
@@ -395,7 +404,7 @@ class _Launcher:
         if self._killed:
             return False
         self._killed = True
-        if late := [worker.name for worker in self._workers if worker.exit_code is None]:
+        if late := [worker.name for worker in self._running]:
             self._err.say(f"still running after {self._grace:g} s, killed: {', '.join(late)}")
         for worker in self._workers:
             worker.send(signal.SIGKILL)
