@@ -5,6 +5,7 @@ The tests use ``_core.interface`` only.  A second implementation is one more ent
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import socket
@@ -24,6 +25,8 @@ from telegrad._transport.tls import TlsStream, make_authority, tls_end
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import Body, Call, Failure, Goodbye, RemoteCall, Reply, SegmentReleased, UserDelete
 from telegrad.errors import RpcTimeoutError, WorkerLostError
+
+CALL_IDS = itertools.count(1)
 
 IMPLEMENTATIONS: dict[str, Callable[..., DataPlane]] = {"python": PythonPlane}
 
@@ -174,8 +177,9 @@ class End:
         now = time.monotonic()
         body = Body(tree=text, buffers=tuple(map(len, buffers)))
         views = [memoryview(buffer) for buffer in buffers]
+        number = next(CALL_IDS)
         pending = self.plane.start_call(
-            self.link, function, now, now + timeout, lambda number: Call(number, function, body), views, then
+            self.link, number, function, now, now + timeout, Call(number, function, body), views, then
         )
         if self.link.closed:
             self.worker.fail_calls(self.link, "closed before")

@@ -93,7 +93,7 @@ def test_a_link_that_was_closed_before_it_starts_is_not_watched() -> None:
         link = plane.adopt(SocketStream(here), 1, dialled=False)
         link.close()
         plane.start_reading(link)
-        assert not plane._links
+        assert not plane._poller.links
     finally:
         there.close()
         plane.close(PATIENCE)

@@ -310,7 +310,7 @@ def test_garbage_breaks_the_link_and_nothing_else(make_plane: Any, transport: st
         ((link, told),) = other.worker.broken
         assert link is victim
         assert pytest.raises(AssertionError, match=reason).matches(AssertionError(told))
-        assert other.ask().message.call_id == 1
+        assert isinstance(other.ask().message, Reply)
         one.close()
 
 

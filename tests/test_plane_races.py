@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from planes import CALL_IDS
 from support import PATIENCE, eventually, in_thread, no_new_threads
 from telegrad._core.interface import How
-from telegrad._core.python import plane as plane_module
 from telegrad._core.python.link import PythonLink
 from telegrad._core.python.plane import PythonPlane
+from telegrad._core.python.poller import END
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire.messages import Call, Reply, SegmentReleased
 from telegrad.errors import WorkerLostError
@@ -43,7 +44,8 @@ class Side:
     def call(self, then: Any = None) -> Any:
         now = time.monotonic()
         deadline = now + PATIENCE
-        return self.plane.start_call(self.link, "a call", now, deadline, lambda number: Call(number, "f"), (), then)
+        number = next(CALL_IDS)
+        return self.plane.start_call(self.link, number, "a call", now, deadline, Call(number, "f"), (), then)
 
     def close(self) -> None:
         self.link.close()
@@ -85,24 +87,24 @@ def test_an_answer_is_noticed_if_its_call_begins_while_another_thread_stops_read
 ) -> None:
     caller, callee = sides
     done, stopped = threading.Event(), threading.Event()
-    watch, ends = PythonPlane._watch, []
+    watch, ends = caller.plane._watch, []
 
-    def watch_late(plane: PythonPlane, link: PythonLink, events: int) -> None:
+    def watch_late(link: PythonLink, events: int) -> None:
         """Between the decision of the thread that stops reading and its deed, another thread makes a call."""
-        if events == plane_module._END and not link.reader and not ends:
+        if events == END and not link.reader and not ends:
             ends.append(events)
             callee.handlers[Call] = (How.CALL, answer_late)
             in_thread(lambda: caller.call(lambda *_: done.set()))()
-            watch(plane, link, events)
+            watch(link, events)
             stopped.set()
         else:
-            watch(plane, link, events)
+            watch(link, events)
 
     def answer_late(link: Any, frame: Any) -> None:
         assert stopped.wait(PATIENCE)
         answer(link, frame)
 
-    monkeypatch.setattr(PythonPlane, "_watch", watch_late)
+    monkeypatch.setattr(caller.plane, "_watch", watch_late)
     # A thread of the data plane may read the first answers, and then the waiting thread stops nothing.
     assert eventually(lambda: caller.plane.wait(caller.call()) and ends)
     assert done.wait(PATIENCE / 2)

@@ -26,7 +26,7 @@ def message(number: object = 0) -> Work:
 
 def owner_of(scheduler: Scheduler, link: LinkSchedule) -> Owner:
     me = Owner()
-    assert scheduler.own(link, me)[0]
+    assert scheduler.own(link, me)
     return me
 
 
@@ -37,9 +37,8 @@ def test_the_last_idle_thread_is_replaced_before_it_does_anything() -> None:
     scheduler = Scheduler(4)
     assert scheduler.stop_idling()  # start another
     assert scheduler.idle == 1
-    link = LinkSchedule()
-    owns, start = scheduler.own(link, Owner())
-    assert (owns, start) == (True, True)
+    assert scheduler.stop_idling()
+    assert scheduler.idle == 1
 
 
 def test_a_thread_that_the_system_refuses_is_asked_for_again() -> None:
@@ -52,10 +51,10 @@ def test_a_thread_that_the_system_refuses_is_asked_for_again() -> None:
 def test_a_link_has_one_owner() -> None:
     scheduler, link = Scheduler(4), LinkSchedule()
     me = owner_of(scheduler, link)
-    assert scheduler.own(link, Owner()) == (False, False)
+    assert not scheduler.own(link, Owner())
     assert scheduler.give_up(link, me)
     assert not scheduler.give_up(link, me)
-    assert scheduler.own(link, Owner())[0]
+    assert scheduler.own(link, Owner())
 
 
 def test_the_owner_runs_what_it_read_in_order_and_sends_the_answers_together() -> None:
@@ -199,10 +198,9 @@ class Simulation:
             return
         link.watched = False
         thread = Thread(link)
-        owns, needed = self.scheduler.own(link, thread)
-        assert owns, "a watched link has no owner"
+        assert self.scheduler.own(link, thread), "a watched link has no owner"
         self.idle -= 1
-        self.start(needed)
+        self.start(self.scheduler.stop_idling())
         self.busy.append(thread)
 
     def wake_for_bell(self) -> None:

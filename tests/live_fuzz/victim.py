@@ -196,7 +196,7 @@ class Victim:
             "broken references": len(references.broken),
             "calls": len(self.agent.calls),
             "running calls": self.plane.calls_running,
-            "links": len(self.plane._links),
+            "links": len(self.plane._poller.links),
             "owned links": len(self.plane._scheduler.owned),
             "borrowed segments": len(self.agent.marshal._borrowed),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -32,6 +33,7 @@ Notice = Callable[[Exception | None], None]
 class Calls:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._ids = itertools.count(1)
         self.started = 0
 
     def start(
@@ -59,16 +61,9 @@ class Calls:
         elif notice is not None:
             then = partial(self._notify, notice)
         self.started += 1
-        pending = agent.plane.start_call(
-            link,
-            what,
-            now,
-            deadline,
-            lambda call_id: make_message(call_id, packed.body),
-            packed.stream,
-            then,
-            packed.lent,
-        )
+        call_id = next(self._ids)
+        message = make_message(call_id, packed.body)
+        pending = agent.plane.start_call(link, call_id, what, now, deadline, message, packed.stream, then, packed.lent)
         if future is not None:
             future._help = partial(self._help_future, pending, then)
         # The link may have broken after we took it; then no other thread knows of this call.  While the peer is not
@@ -79,17 +74,14 @@ class Calls:
 
     def wait(self, pending: Pending) -> Any:
         """The value of the answer, or its error raised, on the thread that called."""
+        plane = self._agent.plane
         try:
-            self._wait(pending)
+            if not plane.wait(pending):
+                plane.settle(pending, self.timed_out(pending))
         except BaseException:
             self.give_up(pending)
             raise
         return self._result(pending)
-
-    def _wait(self, pending: Pending) -> None:
-        plane = self._agent.plane
-        if not plane.wait(pending):
-            plane.settle(pending, self.timed_out(pending))
 
     def give_up(self, pending: Pending) -> None:
         """No thread will wait for it: an answer that came, or will come, is discarded.  May be called twice."""
@@ -101,15 +93,17 @@ class Calls:
 
     def _help_future(self, pending: Pending, complete: _Completion, wait: Callable[[], Any]) -> Any:
         """Waits for a future.  An answer that is read meanwhile completes it on this thread, with no hop to another."""
+        plane = self._agent.plane
         pending.waited_for = True
         try:
-            self._wait(pending)
+            if not plane.wait(pending):
+                plane.settle(pending, self.timed_out(pending))
         finally:
             pending.waited_for = False
             # The thread that settles it sets the outcome first and looks at ``waited_for`` then: one sees the other.
             if pending.outcome is not None:
                 complete(pending.link, pending)
-        with self._agent.plane.blocking():
+        with plane.blocking():
             return wait()
 
     def _notify(self, notice: Notice, link: Link, pending: Pending) -> None:

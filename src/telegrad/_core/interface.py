@@ -130,15 +130,16 @@ class DataPlane(Protocol):
     def start_call(
         self,
         link: Any,
+        call_id: int,
         what: str,
         started: float,
         deadline: float,
-        make_message: Callable[[int], Message],
+        message: Message,
         buffers: Sequence[memoryview] = (),
         then: Callable[[Any, Any], None] | None = None,
         keeps: Any = None,
     ) -> Pending:
-        """Sends a request; ``make_message`` makes it from the call's id.
+        """Sends a request, whose answer will have the same ``call_id``; no other call may have it.
 
         ``keeps``: what must not be freed before the answer comes, even if it comes after the deadline.
         """

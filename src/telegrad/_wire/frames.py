@@ -7,6 +7,7 @@ final memory and not copied.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -27,8 +28,8 @@ class Frame(NamedTuple):
     buffers: list[Any]
 
 
-def prefix(header_size: int, stream_size: int) -> bytes:
-    return PREFIX.pack(MAGIC, header_size, stream_size)
+#: The prefix of a frame, made of the sizes of its header and of what follows.
+prefix: Callable[[int, int], bytes] = functools.partial(PREFIX.pack, MAGIC)
 
 
 class FrameReader:

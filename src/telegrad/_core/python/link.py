@@ -64,8 +64,8 @@ class PythonLink(LinkSchedule):
         self.reader = 0  # the thread that reads answers
         self.in_frame = False  # the reader holds bytes that are in no frame yet
         self._sending = threading.RLock()
-        self._sender = 0  # the thread that sends
-        self._outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
+        self.sender = 0  # the thread that sends
+        self.outbox: deque[tuple[bytes, Sequence[memoryview]]] = deque()
         self._stream = stream
         self._drains: bool = getattr(stream, "drain", False)  # TLS holds bytes that the descriptor does not announce
         self._frames = FrameReader(codec.decode, codec.stream_sizes, allocate)
@@ -84,70 +84,55 @@ class PythonLink(LinkSchedule):
     ) -> None:
         header = codec.encode(message)
         if buffers:
-            self._send_buffers(header, buffers, deadline)
+            size = sum(len(buffer) for buffer in buffers)
+            self.flush(deadline, (prefix(len(header), size) + header, buffers))
             return
-        self._outbox.append((prefix(len(header), 0) + header, ()))
+        self.outbox.append((prefix(len(header), 0) + header, ()))
         # While the owner of this link has more requests to run, it sends their answers together afterwards.
         if not self.more and not lazily:
             self.flush(0.0)
 
-    def _send_buffers(self, header: bytes, buffers: Sequence[memoryview], deadline: float) -> None:
-        """Sends the buffers, or copies them if another thread is sending."""
-        head = prefix(len(header), sum(len(buffer) for buffer in buffers)) + header
-        sent = self._try_sending(deadline, (head, buffers))
-        if sent is None:
-            self._outbox.append((head, _copied(buffers)))
-        if sent is not False:
-            self.flush(0.0)  # what other threads have added meanwhile
-
-    def flush(self, deadline: float) -> None:
-        """Sends all that waits, or leaves it to the thread that is sending.
+    def flush(self, deadline: float, last: tuple[bytes, Sequence[memoryview]] | None = None) -> None:
+        """Sends all that waits, and then ``last``, or leaves it to the thread that is sending.
 
         What the peer has not taken by the deadline is left to another thread.
         """
-        while self._outbox and self._try_sending(deadline):
-            pass
-
-    def sends_here(self) -> bool:
-        """Whether the calling thread is sending: a signal handler has interrupted it."""
-        return self._sender == threading.get_ident()
+        me = threading.get_ident()
+        while last is not None or self.outbox:
+            try:  # the sender is this thread if a signal handler, or a ``__del__``, has interrupted it
+                acquired = self.sender != me and self._sending.acquire(blocking=False)
+                if acquired:
+                    self.sender = me
+                    if last is not None:
+                        self.outbox.append(last)
+                    all_sent = self._send_all(deadline)
+                    self.sender = 0
+                    self._sending.release()
+            except BaseException:
+                if self.sender == me:
+                    self.sender = 0
+                try:  # no call before this one, in which another Ctrl-C could come
+                    self._sending.release()
+                except RuntimeError:  # the interrupt came before the lock was taken
+                    pass
+                raise
+            if acquired and not all_sent:
+                self._host.finish_sending(self)
+                return
+            if last is not None:
+                if not acquired:
+                    self.outbox.append((last[0], _copied(last[1])))
+                last, deadline = None, 0.0  # what other threads have added is not waited for
+            elif not acquired:
+                return
 
     @property
     def has_unsent(self) -> bool:
-        return bool(self._outbox)
-
-    def _try_sending(self, deadline: float, last: tuple[bytes, Sequence[memoryview]] | None = None) -> bool | None:
-        """Sends what waits, and then ``last``.  False: the peer has not taken all of it, and another thread goes on.
-
-        None: another thread is sending, or this one, interrupted by a signal handler.
-        """
-        me = threading.get_ident()
-        if self._sender == me:
-            return None
-        try:
-            if not self._sending.acquire(blocking=False):
-                return None
-            self._sender = me
-            if last is not None:
-                self._outbox.append(last)
-            all_sent = self._send_all(deadline)
-            self._sender = 0
-            self._sending.release()
-        except BaseException:
-            if self._sender == me:
-                self._sender = 0
-            try:  # no call before this one, in which another Ctrl-C could come
-                self._sending.release()
-            except RuntimeError:  # the interrupt came before the lock was taken
-                pass
-            raise
-        if not all_sent:
-            self._host.finish_sending(self)
-        return all_sent
+        return bool(self.outbox)
 
     def _send_all(self, deadline: float) -> bool:
         """Whether the peer took all of it before the deadline."""
-        outbox = self._outbox
+        outbox = self.outbox
         try:
             while outbox:
                 head, buffers = outbox.popleft()
@@ -169,8 +154,8 @@ class PythonLink(LinkSchedule):
     def _joined(self, head: bytes) -> bytes:
         """A message and the small ones behind it, as one."""
         heads, size = [head], len(head)
-        while self._outbox and not self._outbox[0][1] and size < _JOIN_BELOW:
-            heads.append(self._outbox.popleft()[0])
+        while self.outbox and not self.outbox[0][1] and size < _JOIN_BELOW:
+            heads.append(self.outbox.popleft()[0])
             size += len(heads[-1])
         return b"".join(heads)
 

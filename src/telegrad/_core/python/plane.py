@@ -28,7 +28,9 @@ from typing import Any
 from telegrad._core.interface import Act, Events, Handlers, How
 from telegrad._core.python.link import PythonLink
 from telegrad._core.python.pending import PendingCall
-from telegrad._core.python.scheduler import STUCK, LinkSchedule, Owner, Scheduler, Work
+from telegrad._core.python.poller import BYTES, END, Poller
+from telegrad._core.python.scheduler import LinkSchedule, Owner, Scheduler, Work
+from telegrad._core.python.timer import TICK, Timer
 from telegrad._transport.base import Stream
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import FROM_DIALLED, FROM_DIALLER, Message
@@ -37,33 +39,10 @@ from telegrad.errors import UsageError
 log = logging.getLogger("telegrad.agent")
 
 SPIN = 100e-6  # Seconds for which a thread looks for the next bytes before it sleeps.
-TICK = 1e-3  # Seconds after which a thread that still runs the same request lets others read its link.
 _SURPLUS_SECONDS = 10.0  # Idle time after which a surplus thread exits.
 
-_END = select.EPOLLRDHUP | select.EPOLLONESHOT
-_BYTES = select.EPOLLIN | _END
 _CORES = len(os.sched_getaffinity(0))
 _LONGEST_POLL = 1.0  # Seconds after which a thread notices a close that came just before its poll.
-
-
-class _Bell:
-    """Wakes threads that poll ``fd``.  Any thread may ring at any time, also a ``__del__`` inside of ``ring`` and after
-    the close: the descriptor may be another file by then, so it is used under a lock."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.RLock()
-
-    def ring(self) -> None:
-        with self._lock:
-            if self.fd >= 0:
-                os.eventfd_write(self.fd, 1)
-
-    def close(self) -> None:
-        with self._lock:
-            fd, self.fd = self.fd, -1
-            if fd >= 0:
-                os.close(fd)
 
 
 class _Here(threading.local):
@@ -93,25 +72,18 @@ class PythonPlane:
         self._on_thread_start = on_thread_start
         self._scheduler = Scheduler(limit)
         self._here = _Here()
-        self._call_ids = itertools.count(1)
-        self._links: dict[int, PythonLink] = {}  # by descriptor
-        self._lock = threading.RLock()  # of the links and the threads; a signal handler may dial, or wait
+        self._lock = threading.RLock()  # of the threads; a signal handler may start one
         self._threads: set[threading.Thread] = set()
         self._born = itertools.count(1)
         self._closed = False
         self._joined = False  # the close has waited for the threads; some may run on
-        self._epoll = select.epoll()
-        self._bell = _Bell()
-        self._epoll.register(self._bell.fd, select.EPOLLIN | select.EPOLLET)  # each ring wakes one; none reads it
-        self._next_tick = 0.0
-        self._timer_sleeps = False
-        self._alarm = _Bell()
-        self._timer = threading.Thread(target=self._watch_time, name=f"telegrad-{name}-timer", daemon=True)
+        self._poller = Poller()
+        self._watch = self._poller.watch
+        self.link_closes = self._poller.remove
+        self._timer = Timer(f"telegrad-{name}-timer", self._is_busy, self._tick, self._call_tick)
+        self.wake_before = self._timer.wake_before
+        self.start = self._timer.thread.start
         self._start_thread()
-
-    def start(self) -> None:
-        """From now on the timer ticks."""
-        self._timer.start()
 
     # --- links --------------------------------------------------------------------------------------------------
 
@@ -119,14 +91,9 @@ class PythonPlane:
         return PythonLink(stream, peer_id, dialled, pid, self._allocate, self)
 
     def start_reading(self, link: PythonLink) -> None:
-        with self._lock:
-            if link.closed or self._closed:
-                return
-            self._links[link.fd] = link
-            link.watched = _END if link.dialled else _BYTES
-            self._epoll.register(link.fd, link.watched)
+        self._poller.add(link)
         if link.pending:
-            self._watch(link, _BYTES)
+            self._watch(link, BYTES)
 
     def loopback(self, peer_id: int) -> tuple[PythonLink, PythonLink]:
         """The two ends of a link of this worker to itself: the caller's and the callee's."""
@@ -134,13 +101,6 @@ class PythonPlane:
 
         here, there = (SocketStream(sock) for sock in socket.socketpair())
         return self.adopt(here, peer_id, True), self.adopt(there, peer_id, False)
-
-    def link_closes(self, link: PythonLink) -> None:
-        with self._lock:
-            if self._links.get(link.fd) is link:
-                del self._links[link.fd]
-                with contextlib.suppress(OSError, ValueError):  # the data plane is closed
-                    self._epoll.unregister(link.fd)
 
     def link_broken(self, link: PythonLink, reason: str) -> None:
         self._events.link_broken(link, reason)
@@ -152,44 +112,30 @@ class PythonPlane:
         with self.blocking():
             link.flush(math.inf)
 
-    def _watch(self, link: PythonLink, events: int) -> None:
-        if link.watched != events and not link.closed:
-            with self._lock, contextlib.suppress(OSError, ValueError):  # it is being closed
-                link.watched = events
-                if self._links.get(link.fd) is link:
-                    self._epoll.modify(link.fd, events)
-
-    def _watch_for_answers(self, link: PythonLink) -> None:
-        """The calling thread has stopped to read a dialled link."""
-        if not link.pending:
-            self._watch(link, _END)
-        if link.pending:  # it is looked at again: a call that began meanwhile may have watched the link before us
-            self._watch(link, _BYTES)
-
     # --- calls --------------------------------------------------------------------------------------------------
 
     def start_call(
         self,
         link: PythonLink,
+        call_id: int,
         what: str,
         started: float,
         deadline: float,
-        make_message: Callable[[int], Message],
+        message: Message,
         buffers: Sequence[memoryview] = (),
         then: Callable[[Any, Any], None] | None = None,
         keeps: Any = None,
     ) -> PendingCall:
-        call_id = next(self._call_ids)
         pending = PendingCall(link, call_id, what, started, deadline, then)
         try:
             link.pending[call_id] = pending
             if keeps:
                 link.kept[call_id] = keeps
-            link.send(make_message(call_id), buffers, deadline)
+            link.send(message, buffers, deadline)
             if then is not None:
                 self.wake_before(deadline)
                 if not link.reader:  # a thread that reads looks at what is pending when it is done
-                    self._watch(link, _BYTES)
+                    self._watch(link, BYTES)
         except BaseException:  # a Ctrl-C before it was sent: no answer will come
             link.pending.pop(call_id, None)
             link.kept.pop(call_id, None)
@@ -210,7 +156,7 @@ class PythonPlane:
         """Reads the link until the outcome is there, or waits for the thread that reads."""
         me = threading.get_ident()
         nested = link.reader == me
-        if (nested and link.in_frame) or link.sends_here():
+        if (nested and link.in_frame) or link.sender == me:
             raise UsageError(
                 f"a signal handler or __del__ waits for worker {link.peer_id}, but has interrupted its own thread in "
                 "the middle of a message to or from there: let another thread make the call"
@@ -223,14 +169,15 @@ class PythonPlane:
                 _wait_until_settled(pending)
                 return
             link.reader = me
-            self._watch(link, _END)
+            self._watch(link, END)
             poll = link.make_poll() if nested else link.poll
             while pending.outcome is None and not link.closed and left > 0:
                 if self._look(link, poll) or poll.poll(min(left, _LONGEST_POLL) * 1000 + 1):
                     works: list[Work] = []
                     try:
                         self._receive(link, works)
-                        self._queue(works)
+                        if works:
+                            self._queue(works)
                     except BaseException:
                         self._interrupted(link, works)
                         raise
@@ -244,14 +191,18 @@ class PythonPlane:
                 except RuntimeError:  # another thread has it
                     pass
             if not nested and not link.reader:
-                self._watch_for_answers(link)
+                if not link.pending:
+                    self._watch(link, END)
+                if link.pending:  # looked at again: a call that began meanwhile may have watched the link before us
+                    self._watch(link, BYTES)
         if pending.outcome is None and link.closed:  # the thread that closed it fails its calls in a moment
             _wait_until_settled(pending)
 
     def settle(self, pending: PendingCall, outcome: Exception) -> bool:
         works: list[Work] = []
         settled = self._settle(pending, outcome, works)
-        self._queue(works)
+        if works:
+            self._queue(works)
         return settled
 
     def _settle(self, pending: PendingCall, outcome: Frame | Exception, works: list[Work]) -> bool:
@@ -300,7 +251,10 @@ class PythonPlane:
                 if pending is None or not self._settle(pending, frame, works):
                     works.append(Work(False, handler, link, frame))
             elif how is How.QUICK:
-                self._handle(handler, link, frame)
+                try:
+                    handler(link, frame)
+                except BaseException as error:
+                    self._failed(error)
             else:
                 works.append(Work(how is How.CALL, handler, link, frame))
 
@@ -323,13 +277,12 @@ class PythonPlane:
         self._queue([Work(call, act, first, second)])
 
     def _queue(self, works: Sequence[Work]) -> None:
-        if works:
-            if self._scheduler.add(works):
-                self._bell.ring()
-            if self._timer_sleeps:
-                self._alarm.ring()
-            if self._closed:
-                self._run_rest()
+        if self._scheduler.add(works):
+            self._poller.wake()
+        if self._timer.sleeps:
+            self._timer.ring()
+        if self._closed:
+            self._run_rest()
 
     def serves_here(self) -> bool:
         return self._here.serves
@@ -355,7 +308,7 @@ class PythonPlane:
         if grow:
             self._start_thread()
         if wake:
-            self._bell.ring()
+            self._poller.wake()
         try:
             yield
         finally:
@@ -366,9 +319,9 @@ class PythonPlane:
         here = self._here
         link, here.link, me = here.link, None, here.me
         if link is not None and me is not None and self._scheduler.give_up(link, me, works):
-            if link.has_unsent:
+            if link.outbox:
                 link.flush(0.0)
-            self._watch(link, _BYTES)
+            self._watch(link, BYTES)
 
     def _start_thread(self) -> None:
         with self._lock:
@@ -399,26 +352,22 @@ class PythonPlane:
 
     def _serve_next(self) -> bool:
         """Waits for something to do and does it.  False: this thread is surplus."""
-        events = self._epoll.poll(_SURPLUS_SECONDS, 1)
-        if not events:
+        fd = self._poller.wait(_SURPLUS_SECONDS)
+        if fd is None:
             return not self._scheduler.is_surplus()
-        link = self._links.get(events[0][0])
-        if link is None:  # the bell, or a link that was closed meanwhile
-            if self._scheduler.stop_idling():
-                self._start_thread()
-        elif link.dialled:
+        link = self._poller.links.get(fd)  # None: this thread was woken, or the link is closed by now
+        if link is not None:
             link.watched = 0
-            if self._scheduler.stop_idling():
-                self._start_thread()
-            self._read_answers(link)
-        else:
-            link.watched = 0
-            owns, grow = self._scheduler.own(link, me := Owner())
-            if grow:
-                self._start_thread()
-            if not owns:
-                return True  # its owner watches it again when it is done
-            self._serve_link(link, me)
+        me = Owner()
+        if link is not None and not link.dialled and not self._scheduler.own(link, me):
+            return True  # its owner watches it again when it is done
+        if self._scheduler.stop_idling():
+            self._start_thread()
+        if link is not None:
+            if link.dialled:
+                self._read_answers(link)
+            else:
+                self._serve_link(link, me)
         self._serve_queues()
         return True
 
@@ -433,11 +382,9 @@ class PythonPlane:
         finally:
             link.reader = 0
             link.reading.release()
-            self._watch(link, _BYTES)  # also if no call is pending: this may be the beginning of a large late answer
+            self._watch(link, BYTES)  # also if no call is pending: this may be the beginning of a large late answer
         if works:
-            self._scheduler.add(works)  # this thread comes to the queues next
-            if self._timer_sleeps:
-                self._alarm.ring()
+            self._queue(works)
 
     def _serve_link(self, link: PythonLink, me: Owner) -> None:
         """Reads and runs what arrives, until nothing does for a moment or the link is lost."""
@@ -445,8 +392,8 @@ class PythonPlane:
         here.link, here.me = link, me
         works: list[Work] = []
         while True:
-            if self._timer_sleeps:
-                self._alarm.ring()
+            if self._timer.sleeps:
+                self._timer.ring()
             self._receive(link, works)
             if link.slow or scheduler.can_take():
                 break
@@ -457,7 +404,7 @@ class PythonPlane:
             if link.owner is not me:
                 here.link = None
                 return
-            if link.has_unsent:
+            if link.outbox:
                 link.flush(0.0)
             if link.closed or not self._look(link, link.poll):
                 break
@@ -469,7 +416,7 @@ class PythonPlane:
         work = scheduler.take(None)
         while work is not None:
             if scheduler.can_take():
-                self._bell.ring()
+                self._poller.wake()
             begun = time.monotonic()
             self._run(work)
             if work.is_call and isinstance(work.first, LinkSchedule) and time.monotonic() - begun < TICK:
@@ -478,28 +425,28 @@ class PythonPlane:
 
     def _run(self, work: Work) -> None:
         self._here.work = work
-        self._handle(work.act, work.first, work.second)
+        try:
+            work.act(work.first, work.second)
+        except BaseException as error:
+            self._failed(error)
         self._here.work = None
 
-    def _handle(self, act: Act, first: Any, second: Any) -> None:
-        try:
-            act(first, second)
-        except BaseException as error:
-            if not self._here.serves and not isinstance(error, Exception):
-                raise  # a Ctrl-C on a thread of the user's
-            # On a thread of ours a SystemExit too: it has more to do.
-            log.exception("worker %r failed in an internal task", self._name)
+    def _failed(self, error: BaseException) -> None:
+        """A handler raised.  On a thread of the data plane, which has more to do, even a SystemExit is only logged."""
+        if not self._here.serves and not isinstance(error, Exception):
+            raise error  # a Ctrl-C on a thread of the user's
+        log.error("worker %r failed in an internal task", self._name, exc_info=error)
 
     def attend(self, link: PythonLink, done: Callable[[], bool]) -> None:
         scheduler, here, me = self._scheduler, self._here, Owner()
         outer = here.link, here.me, here.work
         try:
             here.link, here.me = link, me
-            if not scheduler.own(link, me, was_idle=False)[0]:
+            if not scheduler.own(link, me):
                 return
-            self._watch(link, _END)
-            if self._timer_sleeps:
-                self._alarm.ring()
+            self._watch(link, END)
+            if self._timer.sleeps:
+                self._timer.ring()
             while link.owner is me and not link.closed and not done() and self._look(link, link.poll):
                 works: list[Work] = []
                 try:
@@ -520,66 +467,41 @@ class PythonPlane:
             self._give_up_link()
             here.link, here.me, here.work = outer
             if scheduler.has_queued:  # what an interrupted thread had read
-                self._bell.ring()
+                self._poller.wake()
 
     # --- time ---------------------------------------------------------------------------------------------------
 
-    def wake_before(self, when: float) -> None:
-        if when < self._next_tick:
-            with self._lock:
-                self._next_tick = min(self._next_tick, when)
-            self._alarm.ring()
+    def _is_busy(self) -> bool:
+        return bool(self._scheduler.owned) or self._scheduler.has_queued
 
-    def _watch_time(self) -> None:
-        """The timer.  It does nothing that could block."""
-        scheduler, quiet = self._scheduler, 0
-        while not self._closed:
-            quiet = 0 if scheduler.owned or scheduler.has_queued else quiet + 1
-            if quiet * TICK > STUCK:
-                self._sleep_until_needed()
-                quiet = 0
-            else:
-                time.sleep(TICK)
-            stuck, wake = scheduler.tick(time.monotonic(), time.process_time())
-            for link in stuck:
-                assert isinstance(link, PythonLink)
-                if link.has_unsent:
-                    self.submit(lambda link, _: link.flush(0.0), link)
-                self._watch(link, _BYTES)
-            if wake:
-                self._bell.ring()
-            if time.monotonic() >= self._next_tick:
-                self._call_tick()
+    def _tick(self) -> None:
+        """Called by the timer, so it must not block."""
+        lost, wake = self._scheduler.tick(time.monotonic(), time.process_time())
+        for link in lost:
+            assert isinstance(link, PythonLink)
+            if link.outbox:
+                self.submit(lambda link, _: link.flush(0.0), link)
+            self._watch(link, BYTES)
+        if wake:
+            self._poller.wake()
 
-    def _sleep_until_needed(self) -> None:
-        poll = select.poll()
-        poll.register(self._alarm.fd, select.POLLIN)
-        self._timer_sleeps = True
-        needed = self._scheduler.owned or self._scheduler.has_queued or self._closed
-        if not needed and poll.poll(max(self._next_tick - time.monotonic(), 0.0) * 1000):
-            os.eventfd_read(self._alarm.fd)
-        self._timer_sleeps = False
-
-    def _call_tick(self) -> None:
-        self._next_tick = math.inf  # a deadline that is set while we look at them is not lost
-        for link in list(self._links.values()):
+    def _call_tick(self) -> float:
+        for link in list(self._poller.links.values()):
             if link.dialled and not link.reader:
-                self._watch(link, _BYTES)
+                self._watch(link, BYTES)
+        if self._scheduler.stop_idling(0):
+            self._start_thread()
         try:
-            wanted = self._events.tick(time.monotonic())
+            return self._events.tick(time.monotonic())
         except Exception:
             log.exception("worker %r failed in a tick", self._name)
-            wanted = time.monotonic() + 1.0
-        with self._lock:
-            self._next_tick = min(self._next_tick, wanted)
-        if self._scheduler.lacks_thread():
-            self._start_thread()
+            return time.monotonic() + 1.0
 
     # --- the end, and seeing it ---------------------------------------------------------------------------------
 
     @property
     def pending(self) -> list[PendingCall]:
-        return [pending for link in list(self._links.values()) for pending in list(link.pending.values())]
+        return [pending for link in list(self._poller.links.values()) for pending in list(link.pending.values())]
 
     @property
     def unfinished(self) -> int:
@@ -594,10 +516,9 @@ class PythonPlane:
             if self._closed:
                 return
             self._closed = True
-            threads = [*self._threads, self._timer]
-            self._epoll.modify(self._bell.fd, select.EPOLLIN)  # now it wakes all
-        self._alarm.ring()
-        self._bell.ring()
+            threads = [*self._threads, self._timer.thread]
+        self._timer.stop()
+        self._poller.wake_all()
         deadline = time.monotonic() + timeout
         for thread in threads:
             if thread is not threading.current_thread() and thread.is_alive():
@@ -616,9 +537,8 @@ class PythonPlane:
     def _close_descriptors(self) -> None:
         """The last thread does it."""
         if not self._threads:
-            self._epoll.close()
-            self._bell.close()
-            self._alarm.close()
+            self._poller.close()
+            self._timer.close()
 
     def __repr__(self) -> str:
         return f"<PythonPlane {self._name}: {len(self._threads)} threads, {self._scheduler!r}>"

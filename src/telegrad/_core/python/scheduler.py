@@ -55,10 +55,6 @@ class LinkSchedule:
         self.more = False  # the owner will run another after the one that it runs, so answers can be sent together
         self.slow = False
 
-    def is_stuck(self) -> bool:
-        """Whether the owner has run the same work for a tick."""
-        return self.owner is not None and self.owner.runs and self.begun == self.begun_at_tick
-
 
 class Scheduler:
     def __init__(self, limit: int) -> None:
@@ -80,39 +76,29 @@ class Scheduler:
 
     # --- idle threads -------------------------------------------------------------------------------------------
 
-    def stop_idling(self) -> bool:
-        """An idle thread found something to do.  Whether to start a thread."""
+    def stop_idling(self, threads: int = 1) -> bool:
+        """Idle threads found something to do.  Whether to start a thread; one that the system refused is asked for by
+        a call with 0."""
         with self._lock:
-            self.idle -= 1
-            return self._needs_thread()
+            self.idle -= threads
+            if self.idle:
+                return False
+            self.idle = 1  # counted before it starts, so that no second one is started
+            return True
 
-    def own(self, link: LinkSchedule, me: Owner, was_idle: bool = True) -> tuple[bool, bool]:
-        """A thread wants to own a link.  Whether it does, and whether to start a thread."""
+    def own(self, link: LinkSchedule, me: Owner) -> bool:
+        """A thread wants to own a link.  Whether it does."""
         with self._lock:
             if link.owner is not None:
-                return False, False
+                return False
             link.owner = me
             self.owned.add(link)
-            if not was_idle:
-                return True, False
-            self.idle -= 1
-            return True, self._needs_thread()
-
-    def _needs_thread(self) -> bool:
-        if self.idle:
-            return False
-        self.idle = 1  # counted before it starts, so that no second one is started
-        return True
+            return True
 
     def not_started(self) -> None:
-        """The system refused a thread: the next one that leaves the idle ones asks again, or ``lacks_thread``."""
+        """The system refused a thread."""
         with self._lock:
             self.idle -= 1
-
-    def lacks_thread(self) -> bool:
-        """Whether to start a thread because the system refused the last one."""
-        with self._lock:
-            return self._needs_thread()
 
     def is_surplus(self) -> bool:
         """An idle thread has had nothing to do for long.  Whether it should end."""
@@ -130,39 +116,28 @@ class Scheduler:
         """The owner has run ``done`` and read ``arrived``: what it runs next.  None also if it has lost the link."""
         with self._lock:
             if done is not None:
-                self._end(done)
                 me.runs = False
+                self._running -= 1
+                self.calls_running -= done.is_call
+                self._changes += done.is_call
             if link.owner is not me:
                 self._enqueue(arrived)
                 return None
             link.more = False
             unbegun = link.unbegun
-            if arrived:
-                unbegun.extend(arrived)
-            while unbegun:
-                work = unbegun[0]
-                if work.is_call and self._is_full():
+            unbegun.extend(arrived)
+            if self.calls_running >= self._limit + self._extra:
+                while unbegun and unbegun[0].is_call:
                     self._calls.append(unbegun.popleft())
-                    continue
-                more = len(unbegun) > 1
-                self._begin(work)
-                link.begun += 1
-                me.runs, link.more = True, more
-                return unbegun.popleft()
-            return None
-
-    def _begin(self, work: Work) -> None:
-        self._running += 1
-        self.calls_running += work.is_call
-        self._changes += work.is_call
-
-    def _end(self, work: Work) -> None:
-        self._running -= 1
-        self.calls_running -= work.is_call
-        self._changes += work.is_call
-
-    def _is_full(self) -> bool:
-        return self.calls_running >= self._limit + self._extra
+            if not unbegun:
+                return None
+            more = len(unbegun) > 1  # a Ctrl-C may come in this call, but not between the following lines
+            self._running += 1
+            self.calls_running += unbegun[0].is_call
+            self._changes += unbegun[0].is_call
+            link.begun += 1
+            me.runs, link.more = True, more
+            return unbegun.popleft()
 
     def interrupted(self, me: Owner) -> None:
         """A thread of the user's was interrupted, perhaps inside of ``next_of_link``.  It runs messages, not calls."""
@@ -173,12 +148,11 @@ class Scheduler:
     def give_up(self, link: LinkSchedule, me: Owner, arrived: Sequence[Work] = ()) -> bool:
         """The owner lets go of the link, and of what it has read; False if it owned it no more."""
         with self._lock:
-            if link.owner is not me:
-                self._enqueue(arrived)
-                return False
-            self._take_away(link)
+            owns = link.owner is me
+            if owns:
+                self._take_away(link)
             self._enqueue(arrived)
-            return True
+            return owns
 
     def _take_away(self, link: LinkSchedule) -> None:
         link.owner, link.more = None, False
@@ -189,27 +163,24 @@ class Scheduler:
     def tick(self, now: float, processor_time: float) -> tuple[list[LinkSchedule], bool]:
         """A tick has passed.  Which links their owners lose, and whether to wake a thread for the queues."""
         with self._lock:
-            self._give_way(now, processor_time)
-            stuck = [link for link in self.owned if link.is_stuck()]
-            for link in stuck:
-                link.slow = True
-                self._take_away(link)
-            for link in self.owned:
+            if not self._calls:
+                self._extra = 0
+            changes, since, used = self._unchanged
+            if not self._calls or self._changes != changes:
+                self._unchanged = self._changes, now, processor_time
+            elif now - since > STUCK:  # rule 5
+                self._extra += processor_time - used < _IDLE_SHARE * (now - since)
+                self._unchanged = self._changes, now, processor_time
+            lost = []
+            for link in list(self.owned):
+                if link.owner is not None and link.owner.runs and link.begun == link.begun_at_tick:
+                    link.slow = True
+                    self._take_away(link)
+                    lost.append(link)
                 link.begun_at_tick = link.begun
             unattended = self._taken == self._taken_at_tick and bool(self._messages)
             self._taken_at_tick = self._taken
-            return stuck, unattended or self.can_take()
-
-    def _give_way(self, now: float, processor_time: float) -> None:
-        """Rule 5."""
-        changes, since, used = self._unchanged
-        if not self._calls:
-            self._extra = 0
-        if not self._calls or self._changes != changes:
-            self._unchanged = self._changes, now, processor_time
-        elif now - since > STUCK:
-            self._extra += processor_time - used < _IDLE_SHARE * (now - since)
-            self._unchanged = self._changes, now, processor_time
+            return lost, unattended or self.can_take()
 
     # --- the queues ---------------------------------------------------------------------------------------------
 
@@ -225,25 +196,26 @@ class Scheduler:
 
     def can_take(self) -> bool:
         """Whether there is a call that another thread should begin."""
-        return bool(self._calls) and not self._is_full()
+        return bool(self._calls) and self.calls_running < self._limit + self._extra
 
     def take(self, done: Work | None) -> Work | None:
         """A thread that owns no link has run ``done``: what it runs next from the queues.  None: it is idle."""
         with self._lock:
             if done is not None:
-                self._end(done)
+                self._running -= 1
+                self.calls_running -= done.is_call
+                self._changes += done.is_call
                 self._draining -= not done.is_call
-            if self._messages:
-                self._begin(self._messages[0])
-                self._taken += 1
-                self._draining += 1
-                return self._messages.popleft()
-            if self._calls and not self._is_full():
-                self._begin(self._calls[0])
-                self._taken += 1
-                return self._calls.popleft()
-            self.idle += 1
-            return None
+            is_call = not self._messages
+            if is_call and not self.can_take():
+                self.idle += 1
+                return None
+            self._running += 1
+            self.calls_running += is_call
+            self._changes += is_call
+            self._draining += not is_call
+            self._taken += 1
+            return (self._calls if is_call else self._messages).popleft()
 
     @property
     def unfinished(self) -> int:
@@ -274,7 +246,7 @@ class Scheduler:
         with self._lock:
             self.calls_running -= is_call
             self._draining -= queued and not is_call
-            return self._needs_thread(), bool(self._messages) or self.can_take()
+            return self.stop_idling(0), bool(self._messages) or self.can_take()
 
     def end_waiting(self, is_call: bool, queued: bool) -> None:
         with self._lock:
