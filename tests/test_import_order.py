@@ -65,6 +65,7 @@ LAYERS = [line.split() for line in """
     telegrad.rpc.records
     telegrad.rpc.rendezvous
     telegrad.rpc.network
+    telegrad.rpc.joining
     telegrad.rpc.api
     telegrad.rpc
     telegrad.optim.fanout

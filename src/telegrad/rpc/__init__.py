@@ -3,7 +3,8 @@
 The names, signatures and behaviour are those of ``torch.distributed.rpc``; a program moves over by changing its
 imports.
 
-* :func:`init_rpc`, :func:`shutdown`: join a job and leave it (``options``, ``stores``, ``rendezvous``, ``network``)
+* :func:`init_rpc`, :func:`shutdown`: join a job and leave it (``joining``, and below it
+  ``options``, ``stores``, ``rendezvous``, ``network``)
 * :func:`rpc_sync`, :func:`rpc_async`, :func:`remote`: run a callable on a worker (``calls``)
 * :class:`RRef`: a counted reference to a value that lives on its owner
 * :func:`get_worker_info`, :class:`WorkerInfo`: who is who

@@ -31,7 +31,7 @@ from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
 from telegrad._transport.handshake import derive_key
 from telegrad.errors import AuthenticationError, RendezvousError
-from telegrad.rpc.foreign_rpc import Strangers
+from telegrad.rpc.foreign_rpc import TorchWorkers
 from telegrad.rpc.records import SIGNATURE_BYTES, check_names, check_on_this_host, digest_of, read_record, sign
 from telegrad.rpc.stores import JobStore, StoreGoneError, malformed
 
@@ -57,7 +57,7 @@ class Meeting:
     timeout: float
     mark: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a worker knows its own claim again
 
-    strangers: Strangers | None = None
+    torch_workers: TorchWorkers | None = None
     missing: list[int] = field(default_factory=list)  # the ranks that had not come at the last look
     host: str | None = None  # where all workers must be, in a job without a secret
     rounds: JobStore | None = None  # where rank 0 announces rounds, under torchrun
@@ -171,8 +171,8 @@ class Meeting:
                 met = self._look_for_confirmation(key)
             if met is not None:
                 return met
-            if self.strangers is not None and self.missing:
-                self.strangers.check(self.missing)
+            if self.torch_workers is not None and self.missing:
+                self.torch_workers.check(self.missing)
             if not wait.pause():
                 raise self._not_met(records)
 
