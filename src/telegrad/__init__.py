@@ -21,6 +21,7 @@ What it is made of; a module imports only what stands above it::
     _agent/         one worker's traffic, whatever it is about
     _rref/          references to values on other workers
     autograd/       gradients through calls
+    _call_arguments the callable and the arguments of a call
     _worker         one worker, put together
     rpc/            the public functions, the options, how the workers of a job find each other
     optim/          the optimizer over many workers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
@@ -18,13 +17,13 @@ from telegrad._agent.barrier import BarrierLeader, go_round, leader_of, repeated
 from telegrad._agent.dispatch import run_call
 from telegrad._agent.futures import Future
 from telegrad._agent.peers import Peer, PeerState, WorkerRecord
+from telegrad._call_arguments import call_value, naming_argument
 from telegrad._core.interface import How, Link, Pending
 from telegrad._current import adopt, current_worker
 from telegrad._ids import GlobalId
 from telegrad._rref.references import Owned, References
-from telegrad._rref.rref import UNSET_TIMEOUT, RRef, call_method, handle, receive_handle
-from telegrad._wire.by_value import pickle_of
-from telegrad._wire.callables import export, name_of, shown
+from telegrad._rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
+from telegrad._wire.callables import export
 from telegrad._wire.messages import Call, Fetch, RemoteCall
 from telegrad._wire.values import Route
 from telegrad.autograd.api import backward
@@ -195,7 +194,7 @@ class Worker:
         self._check_open()
         self.references.let_go()
         peer = self._peer(to)
-        name, pickled, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = call_value(peer, func, args, kwargs)
         try:
             return self.agent.start_call(
                 peer,
@@ -206,7 +205,7 @@ class Worker:
                 future,
             )
         except SerializationError as error:
-            raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
+            raise naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
 
     def remote(
         self,
@@ -220,7 +219,7 @@ class Worker:
         peer = self._peer(to)
         if peer.id == self.id:
             return self._remote_to_self(func, args, kwargs, timeout)
-        name, pickled, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = call_value(peer, func, args, kwargs)
         self.references.let_go()
         seconds = self.seconds(timeout)
         deadline = time.monotonic() + seconds if seconds else math.inf
@@ -247,7 +246,7 @@ class Worker:
             reason = error if isinstance(error, TelegradError) else UsageError(f"remote was interrupted: {error!r}")
             self.references.not_created(fork_id, reason)
             if isinstance(error, SerializationError):
-                raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
+                raise naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
             raise
         return rref
 
@@ -264,7 +263,7 @@ class Worker:
     def _remote_to_self(self, func: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
         """The value stays here, uncopied, as on any other owner; only the arguments go through the codec."""
         peer = self._peer(self.id)
-        name, pickled, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = call_value(peer, func, args, kwargs)
         owned = Owned()
         rref: RRef[Any] = self.rref_type.__new__(self.rref_type)
         rref._become_owner(self.references, owned)
@@ -288,7 +287,7 @@ class Worker:
                 future,
             )
         except SerializationError as error:
-            raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
+            raise naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
         return rref
 
     def fetch(self, owner: int, rref_id: GlobalId, timeout: float, what: str) -> Any:
@@ -431,76 +430,3 @@ def _error_of(done: torch.futures.Future[Any]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _call_value(peer: Peer, func: Any, args: Any, kwargs: Any) -> tuple[str, bytes, Any]:
-    """The name of a callable, or its pickle, and what to send with it: arguments, last the keyword arguments or None.
-
-    A callable without a name that the peer knows, and without a pickle that can be kept, comes first.
-    """
-    args = () if args is None else args
-    if not isinstance(args, (tuple, list)):
-        raise UsageError(f"args must be a tuple of the call's arguments, not {type(args).__qualname__}: {args!r}")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise UsageError(f"kwargs must be a dict of the call's keyword arguments, not {type(kwargs).__qualname__}")
-    route = peer.route
-    name = name_of(func)
-    if name is not None and not route.same_main and name.startswith("__main__:") and func is not name:
-        name = None if route.allow_pickle else name  # another program runs there: its ``__main__`` has no such name
-    pickled = b""
-    if name is None:
-        if not callable(func):
-            raise UsageError(f"{func!r} is not callable")
-        if route.allow_pickle:
-            pickled = pickle_of(func, route.same_main, route.allow_cloudpickle) or b""
-        if not pickled:
-            return "", pickled, (func, *args, dict(kwargs) if kwargs else None)
-    return name or "", pickled, (*args, dict(kwargs) if kwargs else None) if args or kwargs else None
-
-
-def _naming_argument(error: SerializationError, peer: Peer, func: Any, value: Any, by_name: bool) -> SerializationError:
-    """The error with the argument that it is about; ``value`` is what ``_call_value`` made."""
-    if func is call_method:
-        function = f"method {value[1]!r}"
-        what, rest = _argument_of_method(error.path)
-    else:
-        function = shown(func)
-        what, rest = _argument(error.path, func, value, by_name)
-    where = f"of {function} for worker {peer.name!r}"
-    if not what:
-        return SerializationError(f"an argument {where} cannot be sent: {error}")
-    return SerializationError(f"{what}{''.join(rest)} {where} cannot be sent: {error}")
-
-
-def _argument(path: Sequence[str], func: Any, value: Any, by_name: bool) -> tuple[str, Sequence[str]]:
-    """The argument to which a path leads, and the rest of the path; no text if it leads to none."""
-    if not path:
-        return "", ()
-    first, *rest = path
-    place = int(first[1:-1])
-    position = place if by_name else place - 1
-    if position < 0:
-        return "the function", rest
-    if place == len(value) - 1 and rest:
-        return f"argument {rest[0][1:-1]}", rest[1:]
-    name = _parameter_name(func, position)
-    return f"argument {position + 1} ({name!r})" if name else f"argument {position + 1}", rest
-
-
-def _argument_of_method(path: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The same for a call of a proxy, whose arguments are two of those of ``call_method``: the user's, as a tuple and
-    as a dict."""
-    if len(path) < 2:
-        return "", ()
-    of_call_method, of_method, *rest = path
-    key = of_method[1:-1]
-    return f"argument {int(key) + 1 if of_call_method == '[2]' else key}", rest
-
-
-def _parameter_name(func: Any, index: int) -> str | None:
-    try:
-        parameters = list(inspect.signature(func).parameters.values())
-    except (TypeError, ValueError):  # a name, or a builtin without a signature
-        return None
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return positional[index].name if index < len(positional) else None
