@@ -33,7 +33,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Makes this process a worker of a job, and returns when all workers of the job are there.
+    """Makes this process a worker of a job, and returns when all workers of the job have joined.
 
     Every process of a job calls it once, with a name and a rank of its own. After that, any thread of the process can
     call the other workers, and they can call this one. A process has one worker at a time; a forked child starts
@@ -80,8 +80,8 @@ def init_rpc(
         raise TypeError(f"backend must be a BackendType, not {backend!r}")
     if not isinstance(options, RpcBackendOptions):
         raise TypeError(f"rpc_backend_options must be telegrad.rpc.RpcBackendOptions, not {type(options)}")
-    # The first full collection walks all of torch (100 ms); here it does not fall into the first burst of calls, and
-    # Python waits with the next one until a quarter more objects live.
+    # The first full collection visits all of torch's objects (100 ms), so it is done here and not during the first
+    # calls.  Python starts the next one when there are a quarter more objects.
     gc.collect()
     join(name, rank, world_size, options)
 
@@ -90,21 +90,21 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leaves the job; afterwards this process can neither call other workers nor be called.
 
     A graceful shutdown waits until every worker that is alive has called ``shutdown`` and no call is under way
-    anywhere. Until then this worker serves calls: that is how a process that only serves, a parameter server for
-    example, spends its life. It does not wait for workers that have died. Every 10 seconds it logs for which workers or
-    calls it waits, unless it is serving.
+    anywhere. Until then this worker serves calls, so a process that only serves, such as a parameter server, calls
+    ``shutdown`` right after :func:`init_rpc`. It does not wait for workers that have died. Every 10 seconds it logs for
+    which workers or calls it waits, unless it is serving.
 
     The worker's threads and sockets are gone when this returns, and also after a timeout. Futures that are not done
     fail with ``WorkerLostError``, and references (:class:`RRef`) to values of other workers can no longer be used.
 
     Args:
-        graceful (bool, optional): If False, leave at once, and do not wait for functions that run here for others.
-            Calls of other workers to this one then fail with ``WorkerLostError`` (default: True).
+        graceful (bool, optional): If False, leave immediately, and do not wait for functions that run here for other
+            workers. Calls of other workers to this one then fail with ``WorkerLostError`` (default: True).
         timeout (float, optional): Seconds that a graceful shutdown may wait; 0, the default, means no limit.
 
     Raises:
         RpcTimeoutError: The graceful shutdown took longer than ``timeout``; the text names the workers or calls that it
-            waited for. This worker has left all the same.
+            waited for. This worker has left the job nevertheless.
         UsageError: A function that runs for another worker called it with ``graceful=True``: it would wait for itself.
         NotInitializedError: This process has no worker.
 
@@ -126,7 +126,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         rank = int(os.environ["RANK"])
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
         rpc.rpc_sync("worker0", add, args=(rank + 1,))
-        rpc.shutdown(timeout=60)  # worker0 serves worker1 until it is here too
+        rpc.shutdown(timeout=60)  # worker0 serves worker1 until worker1 calls shutdown too
         if rank == 0:
             print(total)
             # prints worker0 | 3
@@ -165,7 +165,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def is_available() -> bool:
-    """Tells whether RPC can be used, for programs that ask torch the same.
+    """Returns whether RPC can be used, as ``torch.distributed.rpc.is_available`` does.
 
     Returns:
         True.
@@ -174,7 +174,7 @@ def is_available() -> bool:
 
 
 def get_rpc_timeout() -> float:
-    """Returns the timeout of calls that have none of their own.
+    """Returns the timeout of calls that are made without one.
 
     Returns:
         Seconds: ``rpc_timeout`` of the options, 60 by default; 0 means no limit.
@@ -191,13 +191,13 @@ def get_rpc_timeout() -> float:
 
 
 def debug_info() -> dict[str, Any]:
-    """Describes what this worker is doing at the moment, for people to read.
+    """Describes what this worker is doing at the moment, as text for people.
 
     The keys and texts may change between versions.
 
     Returns:
         A dict with the worker, its calls that wait for an answer, its threads, its peers and their states, the numbers
-        of references that it holds and owns, and the memory that it receives into.
+        of references that it holds and owns, and its receive memory.
 
     Raises:
         NotInitializedError: This process has no worker.
@@ -220,10 +220,10 @@ def debug_info() -> dict[str, Any]:
 
 
 def forget_after_fork() -> None:
-    """A forked child has the parent's memory but none of its threads: it starts without a worker.
+    """Runs in a forked child, which has the parent's memory but none of its threads: the child starts without a worker.
 
-    The worker that it inherits is never freed, not even at exit: the store's destructor would wait for a thread that
-    the child does not have, and stop the parent's server.
+    The inherited worker is never freed, not even at exit: the store's destructor would wait for a thread that the child
+    does not have, and stop the parent's server.
     """
     for worker in forget_all():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(worker))
