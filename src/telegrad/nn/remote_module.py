@@ -30,7 +30,7 @@ class RemoteModule(Refusals, nn.Module):
     parameters stay there: ``remote_parameters()`` gives references to them, for a ``DistributedOptimizer``.
 
     It can be a part of a local module. The parent's ``parameters()`` are those that are here, and ``to()`` and the like
-    change only them: the optimizer gets ``remote_parameters()`` as well. ``train()`` and ``eval()`` set remote modes too.
+    change only them: the optimizer gets ``remote_parameters()`` as well. ``train()`` and ``eval()`` change both.
     The parent's ``state_dict()`` has copies of the remote values, under the names that a local module would give them,
     so that a checkpoint fits the same model on any placement; its ``load_state_dict()`` sends each remote part its
     share, which is loaded as a whole or not at all.

@@ -1,4 +1,4 @@
-"""A worker that loses and delays messages as it is told: torch's agent for tests of its retries.
+"""A worker that loses and delays chosen messages: it replaces the agent with which torch tests its retries.
 
 torch's names for messages, and telegrad's:
 
@@ -52,7 +52,7 @@ _NEVER_LOST = frozenset(_NEVER_LOST_TYPES.values())
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """As any, by torch's account."""
+    """The same class as any agent, as in torch."""
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
