@@ -2,7 +2,7 @@
 
 Every user has a hidden taste and every item hidden qualities.  How likely a click is depends on how well they match,
 and on a few numbers, such as the time of day.  So every part of the model has something to learn, and the least loss
-that anyone could reach is known.
+that a model could reach is known.
 """
 
 from __future__ import annotations

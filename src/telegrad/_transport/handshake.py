@@ -1,4 +1,4 @@
-"""The handshake: both sides prove that they hold the job's secret before any other byte of theirs is processed.
+"""The handshake: both sides prove that they hold the job's secret before any of their other bytes is processed.
 
 There are no sockets, threads or clocks here: ``feed`` takes the peer's bytes and returns bytes to send.
 

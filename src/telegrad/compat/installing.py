@@ -81,7 +81,7 @@ def install() -> None:
     if torch_rpc is None:
         _put_modules()
     elif torch_rpc.__name__ != _RPC:
-        return  # it is ours already
+        return  # telegrad is installed already
     elif hasattr(torch_rpc, "_is_current_rpc_agent_set") and torch_rpc._is_current_rpc_agent_set():
         raise UsageError("torch's own RPC is running in this process: call telegrad.compat.install() before init_rpc")
     for name in _NAMES:
@@ -135,7 +135,7 @@ def _put(name: str, module: ModuleType) -> None:
 
 
 def _note(replaced: dict[int, Any], old: ModuleType, new: ModuleType) -> None:
-    """A module, and what it and ours both have, if it was made there."""
+    """A module, and the names that it and telegrad's module have in common, if they were defined there."""
     replaced[id(old)] = new
     for name, value in vars(old).items():
         home = getattr(value, "__module__", "") or ""

@@ -103,7 +103,7 @@ class FaultyWorker(CompatWorker):
         return send_perhaps
 
     def _expire(self, link: Link, call_id: int) -> None:
-        """A call is never repeated: as if its time had run out at once."""
+        """Fails a call as if it had timed out: a call is never repeated."""
         pending = link.pending.get(call_id)
         if pending is not None:
             pending.waited_for = True  # it is settled on this thread: before the caller has its future, as in torch
