@@ -8,7 +8,7 @@
                 ``torch.autograd.grad``
     measure     the timing loop; every reply is checked, outside the timed region
     results     the samples of a run: row, side, round
-    protocol    what the parent and its workers say to each other
+    protocol    the messages between the parent and its workers
     worker      ``python -m bench.worker``: one caller or callee
     side        the parent's end of one caller and its callees; every wait has a timeout
     schedule    the interleaving of rows, sides and rounds

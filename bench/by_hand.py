@@ -39,7 +39,7 @@ _END = 60.0  # seconds that a callee has to leave
 
 
 class _Received(torch.autograd.Function):
-    """Makes a tensor from elsewhere part of the graph here."""
+    """Makes a received tensor part of the local graph."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensor: Tensor) -> Tensor:

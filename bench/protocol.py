@@ -1,4 +1,4 @@
-"""Everything the parent and its workers say to each other, pickled over a socket pair that only they hold."""
+"""The messages between the parent and its workers, pickled over a socket pair that only they hold."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Done", "Failed", "Measure", "Ready", "Stop"]
 
 @dataclass(frozen=True)
 class Ready:
-    """Worker: the job is up, I am waiting for orders."""
+    """From a worker: it has joined its job and is ready."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Parent to a caller: run this row (or raw limit) once through its plan.  After ``timeout`` nobody waits."""
+    """Parent to a caller: run this row (or raw limit) once through its plan.  The parent waits ``timeout`` seconds."""
 
     name: str
     plan: Plan
@@ -34,13 +34,13 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """Worker: that went wrong, with this traceback."""
+    """From a worker: the row failed, with this traceback."""
 
     traceback: str
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Parent: leave the job together with your peers, and exit."""
+    """From the parent: leave the job together with the other workers, and exit."""
 
     timeout: float

@@ -1,4 +1,4 @@
-"""The samples of a run, before anybody reads anything into them."""
+"""The raw samples of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RAW = "raw"
 """The side that measures the limits."""
 
 FAST = "fast"
-"""Under this name stand telegrad's samples in FAST mode, next to those of its default, SMART."""
+"""The name of telegrad's samples in FAST mode, next to those of its default, SMART."""
 
 Rounds = list[list[float]]
 """Seconds of each timed call, round by round."""

@@ -33,7 +33,7 @@ _STOP_TIMEOUT = 15.0
 _STACKS_PAUSE = 0.5
 _LOG_TAIL = 12_000
 _POLLING = frozenset({"torch"})
-"""The sides that are never idle by themselves: see ``Side.idle_cores``."""
+"""The sides that use the processor while idle: see ``Side.idle_cores``."""
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -122,7 +122,7 @@ class Side:
         return used / passed
 
     def stop(self) -> str | None:
-        """Let the workers leave their job in order, or kill them; what went wrong, if anything did."""
+        """Let the workers leave their job gracefully, or kill them; returns what failed, if anything did."""
         self._wake()
         deadline = time.monotonic() + _STOP_TIMEOUT
         problem = None

@@ -40,7 +40,7 @@ MakeCase = Callable[[Measure], Case[Any]]
 
 
 def _serve(orders: Connection, make_case: MakeCase) -> Stop:
-    """Obey until told to stop.  A parent that has died looks like the end of the file."""
+    """Run orders until ``Stop``.  The death of the parent is the end of the file."""
     orders.send(Ready())
     while True:
         order = orders.recv()
@@ -98,7 +98,7 @@ def _main() -> None:
         else:
             library = LIBRARIES[arguments.side]
             _work_for_library(orders, arguments.role, library, arguments.workers, arguments.timeout)
-    except EOFError:  # the parent has died: nobody is left to leave the job in order for
+    except EOFError:  # the parent has died: leave without a graceful shutdown
         os._exit(1)
     except Exception:
         orders.send(Failed(traceback.format_exc()))

@@ -15,7 +15,7 @@ import torch
 
 from telegrad._transport import buffers
 from telegrad._transport.buffers import POOLED_FROM, BufferPool, Idle, Loans, size_class
-from telegrad._wire import tensors
+from telegrad._wire import unpack_tensors
 from telegrad._wire.messages import TensorMeta
 from telegrad._wire.tensors import DTYPE_CODES
 
@@ -82,19 +82,19 @@ def test_two_loans_are_apart():
 
 
 def over_float(memory):
-    return tensors.unpack([TensorMeta(DTYPE_CODES[torch.float32], (SIZE // 4,), 0)], [memory])[0]
+    return unpack_tensors.unpack([TensorMeta(DTYPE_CODES[torch.float32], (SIZE // 4,), 0)], [memory])[0]
 
 
 def over_half(memory):
-    return tensors.unpack([TensorMeta(DTYPE_CODES[torch.bfloat16], (SIZE // 2,), 0)], [memory])[0]
+    return unpack_tensors.unpack([TensorMeta(DTYPE_CODES[torch.bfloat16], (SIZE // 2,), 0)], [memory])[0]
 
 
 def over_strided(memory):
-    return tensors.unpack([TensorMeta(DTYPE_CODES[torch.float32], (2, SIZE // 8), 0, (1, 2))], [memory])[0]
+    return unpack_tensors.unpack([TensorMeta(DTYPE_CODES[torch.float32], (2, SIZE // 8), 0, (1, 2))], [memory])[0]
 
 
 def over_float8(memory):
-    return tensors.unpack([TensorMeta(DTYPE_CODES[torch.float8_e8m0fnu], (SIZE,), 0)], [memory])[0]
+    return unpack_tensors.unpack([TensorMeta(DTYPE_CODES[torch.float8_e8m0fnu], (SIZE,), 0)], [memory])[0]
 
 
 def over_pickle(memory):

@@ -312,7 +312,7 @@ def test_marks_of_torch_count_only_after_a_while_and_of_missing_ranks(
     monkeypatch.setattr(foreign_rpc.time, "monotonic", lambda: now[0])
     store = torch.distributed.FileStore(str(tmp_path / "store"), 2)
     knocks: list[None] = []
-    looking = foreign_rpc.Strangers(JobStore(store), lambda: knocks.append(None))
+    looking = foreign_rpc.TorchWorkers(JobStore(store), lambda: knocks.append(None))
     store.set("rpc_prefix_0/0/1", "gloo was here")
     for now[0] in (100.1, 101.0, 102.0):
         looking.check([1])

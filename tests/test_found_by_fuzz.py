@@ -35,7 +35,7 @@ from telegrad._wire.messages import (
     RRefFork,
     TensorMeta,
 )
-from telegrad._wire.tensors import unpack
+from telegrad._wire.unpack_tensors import unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 

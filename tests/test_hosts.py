@@ -145,7 +145,7 @@ def test_without_a_secret_hosts_do_not_talk_and_say_why(pair: list[WorkerProcess
     first, second = begin(pair, (None, None), init_timeout=5)
     with pytest.raises(RendezvousError, match=r"is on another host.* set the same TELEGRAD_SECRET on every worker"):
         second.result()
-    with pytest.raises(RendezvousError, match=r"rank 1 of 2 did not come.*Without a secret.*set TELEGRAD_SECRET"):
+    with pytest.raises(RendezvousError, match=r"rank 1 of 2 did not join.*Without a secret.*set TELEGRAD_SECRET"):
         first.result()
 
 

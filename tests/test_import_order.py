@@ -21,6 +21,7 @@ LAYERS = [line.split() for line in """
     telegrad._wire.aliasing  telegrad._wire.callables  telegrad._wire.codec  telegrad._wire.dtypes
     telegrad._wire.frames
     telegrad._wire.tensors  telegrad._wire.tree
+    telegrad._wire.unpack_tensors
     telegrad._wire.pickles
     telegrad._wire.by_value  telegrad._wire.values
     telegrad._transport
@@ -59,12 +60,14 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.engine
     telegrad.autograd.api
     telegrad.autograd
+    telegrad._call_arguments
     telegrad._worker
     telegrad.rpc.calls  telegrad.rpc.functions  telegrad.rpc.options  telegrad.rpc.stores
     telegrad.rpc.foreign_rpc
     telegrad.rpc.records
     telegrad.rpc.rendezvous
     telegrad.rpc.network
+    telegrad.rpc.joining
     telegrad.rpc.api
     telegrad.rpc
     telegrad.optim.fanout
@@ -100,7 +103,7 @@ LAYERS = [line.split() for line in """
     telegrad.compat.installing
     telegrad.compat
     telegrad.compat.site.sitecustomize
-    telegrad.launch.lines  telegrad.launch.process
+    telegrad.launch.environment  telegrad.launch.lines  telegrad.launch.process
     telegrad.launch.local
     telegrad.launch
     telegrad.cli

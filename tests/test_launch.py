@@ -316,7 +316,7 @@ def test_an_interrupt_shows_a_few_lines_and_no_tracebacks() -> None:
     result = launcher.finish()
     assert result.code == 128 + signal.SIGINT
     first, *others, last = [line for line in result.err.splitlines() if "OMP_NUM_THREADS" not in line]
-    assert first.startswith("telegrad | SIGINT: passed on to the workers (SIGKILL in 10 s, at once if you interrupt")
+    assert first.startswith("telegrad | SIGINT: passed on to the workers (SIGKILL in 10 s, immediately if you")
     assert sorted(others) == [f"worker{rank} | saving" for rank in range(3)]
     assert last == "telegrad | interrupted: all workers have ended"
 

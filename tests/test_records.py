@@ -268,7 +268,7 @@ def test_a_worker_waits_in_a_round_of_a_dead_rank_0_and_then_moves_on(store: Has
 def test_a_round_that_was_confirmed_is_not_entered(store: HashStore) -> None:
     first, key = in_round(store, 0, world_size=1)
     first.wait_for_all(key)
-    with pytest.raises(RendezvousError, match="rank 0 of 2 did not come"):
+    with pytest.raises(RendezvousError, match="rank 0 of 2 did not join"):
         in_round(store, 1)
 
 
@@ -280,7 +280,7 @@ def test_a_refusal_counts_for_those_who_were_there(store: HashStore) -> None:
         first.wait_for_all(key)
     first.give_up("rank 1 could not join")
     again, _ = in_round(store, 1)
-    with pytest.raises(RendezvousError, match="rank 0 of 2 did not come"):
+    with pytest.raises(RendezvousError, match="rank 0 of 2 did not join"):
         again.wait_for_all(key)
 
 

@@ -684,7 +684,7 @@ def test_a_method_that_makes_no_sense_says_what_to_do(trio: Cluster, name: str) 
 )
 def test_nothing_is_put_into_it_from_here(trio: Cluster, value: Any, name: str) -> None:
     remote = RemoteModule("b", Block, (4, 3))
-    with pytest.raises(UsageError, match=rf"no {name}\(\): .*its class decides on worker 'b'"):
+    with pytest.raises(UsageError, match=rf"no {name}\(\): .*are made on worker 'b'"):
         remote.more = value
 
 

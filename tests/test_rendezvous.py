@@ -270,7 +270,7 @@ def test_nobody_else_comes(trio: list[WorkerProcess]) -> None:
     for one in pending:
         with pytest.raises(RendezvousError) as caught:
             one.result(10)
-        assert "ranks 1, 3 of 4 did not come within 1.5 s" in str(caught.value)
+        assert "ranks 1, 3 of 4 did not join within 1.5 s" in str(caught.value)
         assert "'worker0' (0), 'worker2' (2)" in str(caught.value)
     for process in (trio[0], trio[2]):
         _, threads, _ = process.run(remote_functions.resources)
@@ -279,7 +279,7 @@ def test_nobody_else_comes(trio: list[WorkerProcess]) -> None:
 
 def test_who_waits_for_long_says_for_whom(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(rendezvous, "_SILENT_SECONDS", 0.2)
-    with pytest.raises(RendezvousError, match="did not come"):
+    with pytest.raises(RendezvousError, match="did not join"):
         rpc.init_rpc(
             "a", rank=0, world_size=3, rpc_backend_options=rpc.RpcBackendOptions(init_method=tcp(), init_timeout=0.7)
         )
@@ -300,7 +300,7 @@ def test_a_failed_start_can_be_tried_again(pair: list[WorkerProcess]) -> None:
     for one in [
         begin(process, rank, world_size=3, init_method=where, init_timeout=1) for rank, process in enumerate(pair)
     ]:
-        with pytest.raises(RendezvousError, match="rank 2 of 3 did not come"):
+        with pytest.raises(RendezvousError, match="rank 2 of 3 did not join"):
             one.result(10)
     join(pair, where)
     check_and_leave(pair)

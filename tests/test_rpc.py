@@ -291,7 +291,7 @@ def a_future() -> torch.futures.Future[int]:
 
 
 def test_a_future_cannot_be_sent_and_the_error_says_what_to_do(pair: Cluster) -> None:
-    with pytest.raises(SerializationError, match=r"wait for the future over there, or let an async_execution"):
+    with pytest.raises(SerializationError, match=r"wait for the future on the callee, or let an async_execution"):
         rpc.rpc_sync("b", a_future)
 
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from telegrad._wire import codec, tensors, values
+from telegrad._wire import codec, tensors, unpack_tensors, values
 from telegrad._wire.messages import Body, InSegment, Reply, TensorMeta
 from telegrad._wire.tensors import DTYPE_CODES, INLINE_BUDGET, INLINE_LIMIT, OutgoingBuffers, in_table, no_device_map
 from telegrad.errors import SerializationError, TelegradError, UsageError
@@ -600,7 +600,9 @@ def test_received_memory_is_used_as_it_is():
     """Unpacking copies nothing: the tensor lies in the buffer that came."""
     for dtype, stride in ((FLOAT, None), (HALF, None), (FLOAT, (1,))):
         memory = np.zeros(16, np.uint8)
-        (tensor,) = tensors.unpack([TensorMeta(dtype, (16 // tensors.DTYPES[dtype].itemsize,), 0, stride)], [memory])
+        (tensor,) = unpack_tensors.unpack(
+            [TensorMeta(dtype, (16 // unpack_tensors.DTYPES[dtype].itemsize,), 0, stride)], [memory]
+        )
         assert tensor.data_ptr() == memory.ctypes.data
 
 
@@ -744,21 +746,21 @@ MALFORMED = {
 def test_malformed_descriptions_are_refused(meta):
     buffers = [bytearray([1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0]), bytearray(4), bytearray(), bytearray(3)]
     with pytest.raises(SerializationError):
-        tensors.unpack((meta,), buffers)
+        unpack_tensors.unpack((meta,), buffers)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is here")
 def test_a_device_that_torch_was_built_without():
     """Torch says so with an AssertionError, the first time."""
     with pytest.raises(SerializationError, match="CUDA"):
-        tensors.unpack((TensorMeta(FLOAT, (1,), 0, device="cuda"),), [bytearray(4)])
+        unpack_tensors.unpack((TensorMeta(FLOAT, (1,), 0, device="cuda"),), [bytearray(4)])
 
 
 @pytest.mark.parametrize("buffer", [5, None, "text", object()], ids=str)
 def test_a_buffer_that_never_came_is_refused(buffer):
     for meta in (TensorMeta(FLOAT, (1,), 0), TensorMeta(HALF, (1,), 0), TensorMeta(FLOAT, (1,), 0, (1,))):
         with pytest.raises(SerializationError):
-            tensors.unpack((meta,), [buffer])
+            unpack_tensors.unpack((meta,), [buffer])
 
 
 def test_a_part_nested_without_end_is_refused():
@@ -766,7 +768,7 @@ def test_a_part_nested_without_end_is_refused():
     for _ in range(5_000):
         meta = composite(COO, (9, 9), meta)
     with pytest.raises(SerializationError):
-        tensors.unpack((meta,), [bytearray(16)])
+        unpack_tensors.unpack((meta,), [bytearray(16)])
 
 
 @quiet_sparse
@@ -782,7 +784,7 @@ def test_blocks_without_elements_are_refused(layout):
     meta = TensorMeta(DTYPE_CODES[torch.float32], (0, 2), layout=2, parts=parts, scalars=(layout,))
     buffers = [bytearray(torch.tensor([0, 1]).numpy().tobytes()), bytearray(8), bytearray()]
     with pytest.raises(SerializationError, match="blocks without elements"):
-        tensors.unpack((meta,), buffers)
+        unpack_tensors.unpack((meta,), buffers)
 
 
 @pytest.mark.parametrize("layout", [STRIDED, COO, COMPRESSED, QUANT, CHANNELS, META])
@@ -792,7 +794,7 @@ def test_many_dimensions_are_refused_before_their_product_is_taken(layout):
     for shape, stride in [(many, (1,)), (many, many), ((1,) * 65, (1,) * 65), ((1,), many)]:
         meta = TensorMeta(FLOAT, shape, 0, stride, 0, 0, layout)
         with pytest.raises(SerializationError, match=r"a tensor of [\d,]+ dimensions came, and 64 is the most"):
-            tensors.unpack((meta,), [bytearray(16)])
+            unpack_tensors.unpack((meta,), [bytearray(16)])
 
 
 def test_tensors_of_64_dimensions_go():
@@ -804,7 +806,7 @@ def test_tensors_of_64_dimensions_go():
 def test_expanded_tensors_go_if_they_can_be_read():
     mask = torch.ones(1, dtype=torch.bool).expand(8, 64, 2**15, 2**15)
     meta = TensorMeta(DTYPE_CODES[torch.bool], tuple(mask.shape), 0, mask.stride())
-    (got,) = tensors.unpack((meta,), [bytearray(1)])
+    (got,) = unpack_tensors.unpack((meta,), [bytearray(1)])
     assert got.shape == mask.shape
     assert got.stride() == mask.stride()
 
@@ -828,9 +830,9 @@ def test_channels_have_the_scales_and_zero_points_that_torch_makes(dtype, zeros,
     made = made and (zeros is torch.int64 or (zeros is torch.float32 and dtype is not torch.qint32))
     if not made:
         with pytest.raises(SerializationError, match=r"cannot have \S+ scales and \S+ zero points"):
-            tensors.unpack((meta,), buffers)
+            unpack_tensors.unpack((meta,), buffers)
         return
-    (tensor,) = tensors.unpack((meta,), buffers)
+    (tensor,) = unpack_tensors.unpack((meta,), buffers)
     assert tensor.dequantize().tolist() == [0.0, 0.0]
     assert "size=(2,)" in repr(tensor)
 
@@ -867,12 +869,12 @@ def composite_buffers():
 def test_a_flag_that_the_kind_of_tensor_cannot_have_is_refused(kind, flag):
     """torch dies of a quantised tensor with a conjugate or negative bit."""
     meta = COMPOSITES[kind]
-    tensors.unpack((meta,), composite_buffers())
+    unpack_tensors.unpack((meta,), composite_buffers())
     if flag == GAPS and kind == "integers":
         flag = GAPS | COALESCED
     for flags in (flag, flag | 1, flag | 2) if flag > 0 else (flag,):
         with pytest.raises(SerializationError, match="cannot have flags"):
-            tensors.unpack((flagged(meta, flags),), composite_buffers())
+            unpack_tensors.unpack((flagged(meta, flags),), composite_buffers())
 
 
 @quiet_sparse
@@ -881,7 +883,7 @@ def test_a_flag_that_the_kind_of_tensor_cannot_have_is_refused(kind, flag):
 )
 def test_a_part_is_a_plain_tensor(part):
     with pytest.raises(SerializationError, match="a gradient or a device of its own"):
-        tensors.unpack((composite(COO, (9, 300), part, FLOATS),), composite_buffers())
+        unpack_tensors.unpack((composite(COO, (9, 300), part, FLOATS),), composite_buffers())
 
 
 @quiet_sparse
@@ -894,7 +896,7 @@ def test_indices_that_lead_beyond_the_others_are_refused(outer, layout):
         COMPRESSED, (2, 2), TensorMeta(LONG, (3,), 0), TensorMeta(LONG, (0,), 1), elements, scalars=(layout,)
     )
     with pytest.raises(SerializationError, match="the indices of a sparse tensor"):
-        tensors.unpack((meta,), [bytearray(torch.tensor(outer).numpy().tobytes()), bytearray()])
+        unpack_tensors.unpack((meta,), [bytearray(torch.tensor(outer).numpy().tobytes()), bytearray()])
 
 
 INDEXED = {
@@ -936,7 +938,7 @@ def test_indices_share_no_memory_with_what_the_peer_can_change(kind):
     meta = INDEXED[kind]
     buffers = [bytearray(torch.tensor(content).numpy().tobytes()) for content in ([0, 1], [0, 2])]
     aliases = (TensorMeta(LONG, (2,), 0), TensorMeta(LONG, (2,), 1), TensorMeta(LONG, (2,), 0, (1,)))
-    tensor, *others = tensors.unpack((meta, *aliases), buffers)
+    tensor, *others = unpack_tensors.unpack((meta, *aliases), buffers)
     before = [part.tolist() for part in indices_of(tensor)]
     for other in others:
         other.fill_(2**40)
@@ -958,7 +960,7 @@ def touch(tensor):
 
 sizes = st.integers(0, 6) | st.integers(0, 2**63 - 1)
 shapes = st.lists(sizes, max_size=3).map(tuple)
-codes = st.integers(-1, len(tensors.DTYPES))
+codes = st.integers(-1, len(unpack_tensors.DTYPES))
 small = st.integers(-2, 4)
 strided_metas = st.builds(
     TensorMeta,
@@ -993,7 +995,7 @@ def test_fuzz_descriptions(metas, buffers):
 def check_rebuild(body, buffers):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
-        rebuilt = tensors.unpack(body.tensors, buffers)
+        rebuilt = unpack_tensors.unpack(body.tensors, buffers)
     except TelegradError:
         rebuilt = []
     for tensor in rebuilt:
@@ -1053,4 +1055,4 @@ def test_a_view_with_gaps_that_repeats_its_elements() -> None:
 def test_strides_that_ask_for_much_memory_are_refused() -> None:
     meta = TensorMeta(DTYPE_CODES[torch.float32], (2, 2), 0, (1 << 40, 1), flags=32)
     with pytest.raises(SerializationError, match="asks for memory for its strides"):
-        tensors.unpack((meta,), [bytearray(16)])
+        unpack_tensors.unpack((meta,), [bytearray(16)])

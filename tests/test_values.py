@@ -28,7 +28,7 @@ from telegrad._ids import GlobalId
 from telegrad._wire import codec, values
 from telegrad._wire.messages import Body, InSegment, Node, Reply, RRefFork, TensorMeta, Tree
 from telegrad._wire.tensors import INLINE_BUDGET, INLINE_LIMIT
-from telegrad._wire.tensors import unpack as unpack_tensors
+from telegrad._wire.unpack_tensors import unpack as unpack_tensors
 from telegrad._wire.values import PACKED_NONE, Bundle, Route, pack, unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, UsageError
 from wire_trip import FUZZ_EXAMPLES, Neighbours, receive, trip

@@ -14,7 +14,7 @@ from telegrad._transport.shared_memory import PeerSegments, Segment, SegmentPool
 from telegrad._wire import codec, values
 from telegrad._wire.frames import FrameReader, prefix
 from telegrad._wire.messages import Body, InSegment, Reply
-from telegrad._wire.tensors import unpack as unpack_tensors
+from telegrad._wire.unpack_tensors import unpack as unpack_tensors
 from telegrad._wire.values import PackedValue, Route
 
 #: How many examples a fuzz test runs; `make fuzz` asks for many.

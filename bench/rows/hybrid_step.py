@@ -46,7 +46,7 @@ class _Trainer:
             batch = self._batches[index % len(self._batches)]
             loss = loss_of(batch, self._look_up, self._ddp, self._top.forward)
             self._library.autograd.backward(context_id, [loss])
-            dist.barrier()  # nobody changes weights with which the other one still computes
+            dist.barrier()  # no trainer changes weights with which the other one still computes
             self._optimizer.step(context_id)
 
 

@@ -41,7 +41,7 @@ Forward = Callable[[Model, Tensor], tuple[Tensor, list[int]]]
 
 
 def ask_the_chosen(model: Model, x: Tensor) -> tuple[Tensor, list[int]]:
-    """Each expert gets the rows that chose it, all experts at once; one that nobody chose is not called."""
+    """Each expert gets the rows that chose it, all at the same time; an expert that no row chose is not called."""
     h = model.stem(x)
     weights, chosen = model.choose(h)
     places = model.places(chosen)
@@ -54,7 +54,7 @@ def ask_the_chosen(model: Model, x: Tensor) -> tuple[Tensor, list[int]]:
 
 
 def ask_everyone(model: Model, x: Tensor) -> tuple[Tensor, list[int]]:
-    """All rows leave for all experts before the gate has decided; of the answers it takes what it wants."""
+    """All rows go to all experts before the gate has decided; of the answers only the chosen ones are used."""
     h = model.stem(x)
     calls = [expert.forward_async(h) for expert in model.experts]
     weights, chosen = model.choose(h)
@@ -62,7 +62,7 @@ def ask_everyone(model: Model, x: Tensor) -> tuple[Tensor, list[int]]:
     y = h
     for call, (row, column) in zip(calls, places, strict=True):
         answer = call.wait()
-        if len(row):  # if not, nobody uses the answer, and no gradient for it will ever come
+        if len(row):  # if not, the answer is not used, and no gradient for it will ever come
             y = y.index_add(0, row, weights[row, column, None] * answer[row])
     return model.head(y), [len(row) for row, _ in places]
 

@@ -2,7 +2,7 @@
 
 Every user has a hidden taste and every item hidden qualities.  How likely a click is depends on how well they match,
 and on a few numbers, such as the time of day.  So every part of the model has something to learn, and the least loss
-that anyone could reach is known.
+that a model could reach is known.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Clicks:
         self._weights = _normal(generator, NUMBERS)
 
     def batch(self, step: int, size: int) -> Batch:
-        """The same for everyone who asks for the same step."""
+        """The batch of a step; the same on every worker."""
         return self._draw(step, size)[0]
 
     def least_loss(self, steps: int, size: int) -> float:
-        """The mean loss of somebody who knows all tastes and qualities: what is left is chance."""
+        """The mean loss of a model that knows all tastes and qualities: what is left is chance."""
         drawn = [self._draw(step, size) for step in range(steps)]
         return fmean(binary_cross_entropy_with_logits(truth, batch.clicked).item() for batch, truth in drawn)
 

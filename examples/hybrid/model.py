@@ -1,6 +1,6 @@
 """The parts of the recommender, and how a trainer puts them together.
 
-The first three know nothing of telegrad: where they live is up to whoever makes them.
+The first three do not use telegrad: the code that makes them decides where they live.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def table(rows: int, seed: int) -> Tensor:
 
 
 def bag(weight: Tensor) -> nn.EmbeddingBag:
-    torch.sparse.check_sparse_tensor_invariants.disable()  # else torch warns, in Adagrad, that nobody has decided
+    torch.sparse.check_sparse_tensor_invariants.disable()  # otherwise torch warns, in Adagrad, that it is not set
     return nn.EmbeddingBag.from_pretrained(weight, freeze=False, mode="sum", sparse=True)
 
 

@@ -25,7 +25,7 @@ STYLE = """
 
 
 def draw(path: Path, distributed: Sequence[float], alone: Sequence[float], least: float) -> None:
-    """A line for the workers, dots for one process, and the least loss that anyone could reach."""
+    """A line for the workers, dots for one process, and the least loss that is possible."""
     steps = len(distributed)
     width = max(1, steps // POINTS)
     line, dots = _smooth(distributed, width), _smooth(alone, width)

@@ -25,7 +25,7 @@ Parts = dict[tuple[str, str], Tensor]  # by worker and name
 
 @dataclass
 class Job:
-    """What trainer 0 tells trainer 1: handles on all that they share."""
+    """What trainer 0 sends to trainer 1: handles on everything that they share."""
 
     shards: list[RemoteModule]
     top: RemoteModule
@@ -76,7 +76,7 @@ def _train(trainer: int, job: Job, report: Callable[[float], None] | None) -> Ou
         # … and all the rest once, with the sum of what was kept.
         if trainer == 0:
             job.optimizer.rpc_sync().step()
-        # 5. Nobody computes with weights that are being changed.
+        # 5. No trainer computes with weights that are being changed.
         dist.barrier()
         outcome.losses.append(whole.item())
         if report:

@@ -3,7 +3,8 @@
     telegrad run --workers 4 examples/parameter_server/parameter_server.py
 
 "ps" holds the parameters; every further worker is a trainer, "trainer1", "trainer2", …, and computes the gradient of
-its part of each batch.  No thread of the server waits while a batch gathers, and a trainer that dies holds nobody up.
+its part of each batch.  No thread of the server waits while a batch gathers, and a trainer that dies does not delay the
+others.
 """
 
 import argparse
@@ -34,7 +35,7 @@ def make_model() -> nn.Module:
 
 
 def batch_of(step: int, size: int) -> tuple[Tensor, Tensor]:
-    """The same for everyone who asks: each trainer takes its part of it."""
+    """The batch of a step, the same on every trainer: each takes its part of it."""
     teacher = torch.randn(FEATURES, CLASSES, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     inputs = torch.randn(size, FEATURES, generator=torch.Generator().manual_seed(1000 + step), dtype=torch.float64)
     return inputs, (inputs @ teacher).argmax(1)
@@ -66,7 +67,7 @@ class ParameterServer:
 
     @rpc.functions.async_execution
     def update_together(self, trainer: int, gradient: Tensor, loss: float, examples: int) -> Future[Tensor]:
-        """Returns at once; telegrad answers the trainer when the future is done, with what was put into it."""
+        """Returns a future immediately; telegrad answers the trainer when it is done, with its value."""
         with self._lock:
             if trainer not in self._expected:
                 raise RuntimeError(f"trainer{trainer} has left: the others may be a step ahead of its gradient")
@@ -76,7 +77,7 @@ class ParameterServer:
         return answer
 
     def leave(self, trainer: int, _: object = None) -> None:
-        """It is through, has failed, or has died: nobody waits for it any more."""
+        """The trainer is done, has failed, or has died: the others no longer wait for it."""
         with self._lock:
             self._expected.discard(trainer)
         self._finish_round()

@@ -34,7 +34,7 @@ TOLERANCE = 1e-9
 
 
 def layers(stage: int, width: int) -> nn.Sequential:
-    """A third of the model, the same whoever makes it."""
+    """A third of the model, the same on every worker that makes it."""
     torch.manual_seed(stage)
     first = [nn.Linear(2, width), nn.Tanh()] if stage == 1 else []
     hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.Tanh())]

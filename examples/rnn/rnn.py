@@ -38,7 +38,7 @@ ALPHABET = sorted({letter for words in SENTENCE for word in words for letter in 
 
 
 def bits_of_the_grammar() -> float:
-    """Bits for each character that nobody can guess: every word is drawn at random, and its letters tell it."""
+    """Bits per character that no model can predict: every word is drawn at random, and its letters identify it."""
     length = sum(sum(map(len, words)) / len(words) + 1 for words in SENTENCE) + 1  # a space or a stop after each word
     return sum(log2(len(words)) for words in SENTENCE) / length
 

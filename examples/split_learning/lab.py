@@ -90,7 +90,7 @@ class Lab:
 
 
 def overstep() -> None:
-    """What a curious lab may try: all of it is refused."""
+    """Calls with which a lab could try to get the hospital's data: all of them are refused."""
     for what, function, argument in (
         ("a function of the hospital's program", "__main__:read", "hospital.csv"),
         ("any function of Python", "os:system", "cat hospital.csv"),

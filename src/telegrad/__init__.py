@@ -18,10 +18,11 @@ What it is made of; a module imports only what stands above it::
     _transport/     sockets, TLS, identity, receive memory, shared memory of one host
     _core/          the data plane: links, pending calls, threads
     _current        which worker the running code belongs to
-    _agent/         one worker's traffic, whatever it is about
+    _agent/         one worker's messages: sending them, and running what they ask for
     _rref/          references to values on other workers
     autograd/       gradients through calls
-    _worker         one worker, put together
+    _call_arguments the callable and the arguments of a call
+    _worker         one worker: its agent, its references and its autograd engine
     rpc/            the public functions, the options, how the workers of a job find each other
     optim/          the optimizer over many workers
     nn/             modules on other workers
@@ -30,7 +31,7 @@ What it is made of; a module imports only what stands above it::
     launch/, cli    the ``telegrad`` command
     testing/        workers in one process
 
-``docs/design.md`` tells how it works.
+``docs/design.md`` describes how it works.
 
 Nothing is imported before it is used, so that the ``telegrad`` command starts without loading torch.
 """

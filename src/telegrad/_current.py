@@ -1,7 +1,7 @@
 """Which worker the running code belongs to.
 
 A process has one worker, made by ``init_rpc``, and any of its threads may use it.  Tests run many workers in one
-process: there, each thread says whose it is.
+process; there, each thread is assigned to one worker (``adopt``, ``acting_as``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def clear_process_worker(worker: Worker) -> None:
 
 
 def forget_all() -> list[Worker]:
-    """In a forked child, where another thread of the parent may have held the lock: nobody is a worker any more."""
+    """In a forked child: removes the workers, and replaces the lock, which another thread of the parent may hold."""
     global _lock
     _lock = threading.Lock()
     here = _here.get()
@@ -63,7 +63,7 @@ def forget_all() -> list[Worker]:
 
 
 def adopt(worker: Worker) -> None:
-    """The calling thread belongs to that worker from now on."""
+    """Assigns the calling thread to a worker."""
     _here.set(worker)
 
 

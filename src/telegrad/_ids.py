@@ -12,7 +12,7 @@ MAX_WORKERS = 1 << 16  # a context id gives the worker's id 16 bits
 
 
 class GlobalId(NamedTuple):
-    """The id of a reference, unique in a job without asking anyone: who made it, and that worker's number for it.
+    """The id of a reference, unique in a job: the worker that made it, and that worker's number for it.
 
     The number is a count and, below it, random bits, because an id is a capability: a worker that names a reference may
     use it, so only the workers that were given the reference may know its id.  Texts show the count alone.

@@ -6,7 +6,7 @@ __all__ = ["printable", "printable_lines"]
 
 
 def printable(text: str, limit: int = 200) -> str:
-    r"""Escapes whatever could steer a terminal or break a log line, and cuts long text.
+    r"""Escapes characters that could control a terminal or break a log line, and truncates long text.
 
     Control characters, escape sequences, newlines, bidirectional marks and other unprintable characters become
     ``\x1b``, ``\n``, ``\u202e`` and so on.  At most ``limit`` characters of ``text`` are shown.

@@ -1,7 +1,7 @@
 """Every private name of torch that telegrad uses, each with the reason.
 
-``tests/test_torch.py`` fails where torch changes one of them, and holds that no other module has any.  Only
-``telegrad.compat`` has private names of its own: those of the modules that it stands in for.
+``tests/test_torch.py`` fails if torch changes one of them, or if another module uses any.  Only ``telegrad.compat``
+uses others: the private names of the modules that it replaces.
 """
 
 from __future__ import annotations
@@ -120,12 +120,12 @@ IncompatibleKeys: Any = _IncompatibleKeys
 
 
 def is_ignored_by_ddp(parameter: Tensor) -> bool:
-    """DDP marks parameters that it was told not to reduce."""
+    """Whether DDP is configured not to reduce this parameter."""
     return getattr(parameter, "_ddp_ignored", False)
 
 
 def is_first_static_backward(module: Any) -> bool:
-    """Whether a DDP module with a static graph has not seen its first backward, at whose end it reduces all at once."""
+    """Whether a DDP module with a static graph has not had its first backward, at whose end it reduces gradients."""
     return bool(module.static_graph and not module._static_graph_delay_allreduce_enqueued)
 
 

@@ -1,8 +1,7 @@
-"""One worker, put together: an agent, the references, and what a program does with them."""
+"""One worker: its agent, its references and its autograd engine, and the operations of ``telegrad.rpc`` on them."""
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import time
@@ -18,13 +17,13 @@ from telegrad._agent.barrier import BarrierLeader, go_round, leader_of, repeated
 from telegrad._agent.dispatch import run_call
 from telegrad._agent.futures import Future
 from telegrad._agent.peers import Peer, PeerState, WorkerRecord
+from telegrad._call_arguments import call_value, naming_argument
 from telegrad._core.interface import How, Link, Pending
 from telegrad._current import adopt, current_worker
 from telegrad._ids import GlobalId
 from telegrad._rref.references import Owned, References
-from telegrad._rref.rref import UNSET_TIMEOUT, RRef, call_method, handle, receive_handle
-from telegrad._wire.by_value import pickle_of
-from telegrad._wire.callables import export, name_of, shown
+from telegrad._rref.rref import UNSET_TIMEOUT, RRef, handle, receive_handle
+from telegrad._wire.callables import export
 from telegrad._wire.messages import Call, Fetch, RemoteCall
 from telegrad._wire.values import Route
 from telegrad.autograd.api import backward
@@ -58,7 +57,7 @@ To = str | int | WorkerInfo
 
 
 class Worker:
-    #: What it hands out; a subclass of the worker may hand out subclasses of these, as ``telegrad.compat`` does.
+    #: The classes of the futures and references that calls return; ``telegrad.compat`` has subclasses.
     future_type: type[Future] = Future
     rref_type: type[RRef[Any]] = RRef
 
@@ -79,11 +78,11 @@ class Worker:
         self.autograd = Engine(self.agent)
         self._leader = BarrierLeader(self.agent)
         self._on_close: list[Callable[[], None]] = [self.autograd.close]
-        self.on_fork: list[Callable[[], None]] = [self.autograd.close]  # what to do in a forked child
-        self.keep: tuple[Any, ...] = ()  # what must live as long as the worker
+        self.on_fork: list[Callable[[], None]] = [self.autograd.close]  # called in a forked child
+        self.keep: tuple[Any, ...] = ()  # objects that must live as long as the worker
         self.closed = False
-        self._at_barrier = False  # of a graceful shutdown
-        self._served = 0  # calls, when a notice of a shutdown was last due
+        self._at_barrier = False  # waits for the other workers, in a graceful shutdown
+        self._served = 0  # number of served calls when a graceful shutdown last could log
         self.add_peer(me)
 
     @property
@@ -108,7 +107,7 @@ class Worker:
         """Runs first on each thread of the pool.
 
         torch keeps the weights that autocast has cast in one cache for all threads, so calls that run at the same time
-        would share them, and their gradients would meet in the low precision.  The switch is the thread's own.
+        would share them, and their gradients would be added in the low precision.  The setting is per thread.
         """
         adopt(self)
         torch.set_autocast_cache_enabled(False)
@@ -119,7 +118,7 @@ class Worker:
     def on_close(self, action: Callable[[], None]) -> None:
         self._on_close.append(action)
 
-    # --- who is there -------------------------------------------------------------------------------------------
+    # --- workers ------------------------------------------------------------------------------------------------
 
     def info(self, of: To | None = None) -> WorkerInfo:
         if of is None:
@@ -132,7 +131,7 @@ class Worker:
             return self.agent.peer(to)
         if isinstance(to, WorkerInfo):
             return self.agent.peer(to.id)
-        name = getattr(to, "name", None)  # torch's own WorkerInfo, or any other
+        name = getattr(to, "name", None)  # torch's own WorkerInfo, for example
         if isinstance(name, str):
             return self.agent.peer(name)
         raise UsageError(f"a worker is named by its name, its id or its WorkerInfo, not by {to!r}")
@@ -148,7 +147,7 @@ class Worker:
         self._timeout = seconds
 
     def seconds(self, timeout: float) -> float:
-        """A timeout as the user gave it, in seconds; 0: none."""
+        """The seconds of a timeout that the user gave; 0 means no limit."""
         if timeout == UNSET_TIMEOUT:
             return self._timeout
         if not isinstance(timeout, (int, float)) or timeout < 0:
@@ -179,7 +178,7 @@ class Worker:
         try:
             self.start_call(to, func, args, kwargs, timeout, future)
         except (WorkerLostError, RpcTimeoutError) as error:
-            future.set_exception(error)  # as if it had been lost a moment later
+            future.set_exception(error)  # as if the worker had been lost after the call was sent
         return future
 
     def start_call(
@@ -191,11 +190,11 @@ class Worker:
         timeout: float = UNSET_TIMEOUT,
         future: Future | None = None,
     ) -> Pending:
-        """As ``rpc_sync`` and ``rpc_async``.  Without a future, the agent's ``wait`` gives the value."""
+        """Starts a call.  Without a future, ``Agent.wait`` returns its result."""
         self._check_open()
         self.references.let_go()
         peer = self._peer(to)
-        name, pickled, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = call_value(peer, func, args, kwargs)
         try:
             return self.agent.start_call(
                 peer,
@@ -206,7 +205,7 @@ class Worker:
                 future,
             )
         except SerializationError as error:
-            raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
+            raise naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
 
     def remote(
         self,
@@ -220,11 +219,11 @@ class Worker:
         peer = self._peer(to)
         if peer.id == self.id:
             return self._remote_to_self(func, args, kwargs, timeout)
-        name, pickled, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = call_value(peer, func, args, kwargs)
         self.references.let_go()
         seconds = self.seconds(timeout)
         deadline = time.monotonic() + seconds if seconds else math.inf
-        self.agent.link_to(peer, deadline)  # a peer that is gone is an error here, not at to_here
+        self.agent.link_to(peer, deadline)  # a lost peer raises here, not in to_here
         rref_id, fork_id = self.references.create_remote(peer.id)
         rref = handle(self.references, rref_id, fork_id, peer.id)
         future = rref._creation = self.creation_future()
@@ -243,16 +242,16 @@ class Worker:
                 future,
                 notice,
             )
-        except BaseException as error:  # a Ctrl-C too, while the arguments were packed
+        except BaseException as error:  # also a Ctrl-C while the arguments are packed
             reason = error if isinstance(error, TelegradError) else UsageError(f"remote was interrupted: {error!r}")
             self.references.not_created(fork_id, reason)
             if isinstance(error, SerializationError):
-                raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
+                raise naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
             raise
         return rref
 
     def creation_future(self) -> Future | None:
-        """For whoever wants one that is done when a value of ``remote`` has been made; it costs 100 us."""
+        """A future that is done when the owner has made a value of ``remote``; None here, because it costs 100 us."""
         return None
 
     def _remote_done(self, fork_id: GlobalId, error: Exception | None) -> None:
@@ -262,9 +261,9 @@ class Worker:
             self.references.created(fork_id)
 
     def _remote_to_self(self, func: Any, args: Any, kwargs: Any, timeout: float) -> RRef[Any]:
-        """The value stays here, uncopied, as on any other owner; only the arguments go through the codec."""
+        """``remote`` to this worker: copies the arguments, and refers to the result itself."""
         peer = self._peer(self.id)
-        name, pickled, value = _call_value(peer, func, args, kwargs)
+        name, pickled, value = call_value(peer, func, args, kwargs)
         owned = Owned()
         rref: RRef[Any] = self.rref_type.__new__(self.rref_type)
         rref._become_owner(self.references, owned)
@@ -274,7 +273,7 @@ class Worker:
         def done(future: torch.futures.Future[Any]) -> None:
             try:
                 future.wait()
-            except TelegradError as error:  # it timed out, or this worker shuts down; else the value is set by now
+            except TelegradError as error:  # a timeout, or a shutdown; otherwise the value is set already
                 owned.set(None, error)
 
         future.add_done_callback(done)
@@ -288,7 +287,7 @@ class Worker:
                 future,
             )
         except SerializationError as error:
-            raise _naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
+            raise naming_argument(error, peer, func, value, bool(name or pickled)) from error.__cause__
         return rref
 
     def fetch(self, owner: int, rref_id: GlobalId, timeout: float, what: str) -> Any:
@@ -307,7 +306,7 @@ class Worker:
             self.rpc_sync(rref._owner, run_backward_of, (rref, context_id, retain_graph))
 
     def wait_locally(self, wait: Callable[[], bool]) -> bool:
-        """Runs something that blocks; a thread of the pool is replaced meanwhile."""
+        """Calls a function that blocks.  While it does, the calling thread does not count as a running call."""
         with self.agent.blocking():
             return wait()
 
@@ -315,10 +314,10 @@ class Worker:
         if self.closed:
             raise NotInitializedError(f"worker {self.name!r} has shut down: call init_rpc again first")
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------
 
     def shutdown(self, graceful: bool = True, timeout: float = 0.0) -> None:
-        """Leaves the job; gracefully: when no worker has anything left to do."""
+        """Leaves the job; if ``graceful``, when no worker has a call under way."""
         if self.closed:
             return
         if graceful and (self.agent.serves_here() or self.agent.coroutines.runs_here()):
@@ -362,7 +361,7 @@ class Worker:
             seen = self.agent.calls.started
 
     def _say_what_shutdown_awaits(self, seconds: float) -> None:
-        """Runs beside a graceful shutdown that takes long; says nothing while others call this worker, which serves."""
+        """Logs what a graceful shutdown waits for, unless this worker has served a call since the last time."""
         before, self._served = self._served, self.agent.served_calls
         if self._served != before or (self._at_barrier and self.agent.plane.unfinished):
             return
@@ -374,7 +373,7 @@ class Worker:
         log.warning("worker %r: shutdown has waited %.0f s for %s", self.name, seconds, awaited)
 
     def _missing(self) -> list[str]:
-        """Who has not come to the barrier, as its leader sees it."""
+        """The names of the workers that have not reached the barrier, from its leader."""
         try:
             names: list[str] = self.rpc_sync(leader_of(self.agent).id, missing_at_barrier, timeout=1.0)
         except TelegradError:
@@ -382,16 +381,16 @@ class Worker:
         return names
 
     def abandon(self) -> None:
-        """Ends as if killed: no goodbye.  For tests."""
+        """Ends the worker as if it were killed, without a ``Goodbye``.  For tests."""
         self.closed = True
         for action in self._on_close:
             action()
         self.agent.close()
 
     def disown(self) -> None:
-        """In a forked child: ends without a word, and without touching what the parent goes on to use.
+        """In a forked child: closes the inherited descriptors, without sending anything or ending the connections.
 
-        Descriptors are closed, for as long as anybody holds one its peers do not notice the parent's death.
+        While the child holds a descriptor, the parent's peers do not notice the parent's death.
         """
         self.closed = self.agent.closing = True
         for peer in self.agent.peers:
@@ -407,7 +406,7 @@ class Worker:
 
 @export
 def run_backward_of(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Runs on the owner of a reference."""
+    """Runs ``backward`` from the tensor of a reference, on its owner."""
     value = rref.local_value()
     if not isinstance(value, torch.Tensor):
         raise UsageError(f"backward of {rref!r}: its value is a {type(value).__name__}, not a tensor")
@@ -419,9 +418,9 @@ def run_backward_of(rref: RRef[Any], context_id: int, retain_graph: bool) -> Non
 
 @export
 def missing_at_barrier() -> list[str]:
-    """Runs on the leader of a shutdown."""
+    """On the leader of a shutdown: the names of the workers that have not reached the barrier."""
     worker = current_worker()
-    worker.agent.served_calls -= 1  # a question about the shutdown is no reason to go on serving
+    worker.agent.served_calls -= 1  # this call does not count as serving
     return worker._leader.missing()
 
 
@@ -431,76 +430,3 @@ def _error_of(done: torch.futures.Future[Any]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _call_value(peer: Peer, func: Any, args: Any, kwargs: Any) -> tuple[str, bytes, Any]:
-    """The name of a callable, or its pickle, and what to send with it: arguments, last the keyword arguments or None.
-
-    A callable without a name that the peer knows, and without a pickle that can be kept, comes first.
-    """
-    args = () if args is None else args
-    if not isinstance(args, (tuple, list)):
-        raise UsageError(f"args must be a tuple of the call's arguments, not {type(args).__qualname__}: {args!r}")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise UsageError(f"kwargs must be a dict of the call's keyword arguments, not {type(kwargs).__qualname__}")
-    route = peer.route
-    name = name_of(func)
-    if name is not None and not route.same_main and name.startswith("__main__:") and func is not name:
-        name = None if route.allow_pickle else name  # another program runs there: its ``__main__`` has no such name
-    pickled = b""
-    if name is None:
-        if not callable(func):
-            raise UsageError(f"{func!r} is not callable")
-        if route.allow_pickle:
-            pickled = pickle_of(func, route.same_main, route.allow_cloudpickle) or b""
-        if not pickled:
-            return "", pickled, (func, *args, dict(kwargs) if kwargs else None)
-    return name or "", pickled, (*args, dict(kwargs) if kwargs else None) if args or kwargs else None
-
-
-def _naming_argument(error: SerializationError, peer: Peer, func: Any, value: Any, by_name: bool) -> SerializationError:
-    """The error with the argument that it is about; ``value`` is what ``_call_value`` made."""
-    if func is call_method:
-        function = f"method {value[1]!r}"
-        what, rest = _argument_of_method(error.path)
-    else:
-        function = shown(func)
-        what, rest = _argument(error.path, func, value, by_name)
-    where = f"of {function} for worker {peer.name!r}"
-    if not what:
-        return SerializationError(f"an argument {where} cannot be sent: {error}")
-    return SerializationError(f"{what}{''.join(rest)} {where} cannot be sent: {error}")
-
-
-def _argument(path: Sequence[str], func: Any, value: Any, by_name: bool) -> tuple[str, Sequence[str]]:
-    """The argument to which a path leads, and the rest of the path; no text if it leads to none."""
-    if not path:
-        return "", ()
-    first, *rest = path
-    place = int(first[1:-1])
-    position = place if by_name else place - 1
-    if position < 0:
-        return "the function", rest
-    if place == len(value) - 1 and rest:
-        return f"argument {rest[0][1:-1]}", rest[1:]
-    name = _parameter_name(func, position)
-    return f"argument {position + 1} ({name!r})" if name else f"argument {position + 1}", rest
-
-
-def _argument_of_method(path: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """The same for a call of a proxy, whose arguments are two of those of ``call_method``: the user's, as a tuple and
-    as a dict."""
-    if len(path) < 2:
-        return "", ()
-    of_call_method, of_method, *rest = path
-    key = of_method[1:-1]
-    return f"argument {int(key) + 1 if of_call_method == '[2]' else key}", rest
-
-
-def _parameter_name(func: Any, index: int) -> str | None:
-    try:
-        parameters = list(inspect.signature(func).parameters.values())
-    except (TypeError, ValueError):  # a name, or a builtin without a signature
-        return None
-    positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    return positional[index].name if index < len(positional) else None

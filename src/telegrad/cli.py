@@ -1,6 +1,6 @@
 """The ``telegrad`` command.
 
-Nothing here imports torch: ``telegrad --help`` answers at once, and the launcher stays small beside its workers.
+Nothing here imports torch, so that ``telegrad --help`` is fast and the launcher takes little memory.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ RUN_DESCRIPTION = """\
 Start a script as several workers of one job on this host.
 
 Every worker gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as under torchrun, so
-the same script runs under both; and TELEGRAD_SECRET, which keeps strangers out of the job.  Each line of output begins
-with its worker's name.  If a worker fails, the others are ended and its exit code is returned.  Ctrl-C interrupts all
-workers, a second one kills them.
+the same script runs under both; and TELEGRAD_SECRET, which keeps other programs out of the job.  Each line of output
+begins with its worker's name.  If a worker fails, the others are ended and its exit code is returned.  Ctrl-C
+interrupts all workers, a second one kills them.
 
 A single worker (--workers 1) has the terminal to itself: its output is not changed, and breakpoint() opens a debugger.
 """
@@ -46,7 +46,7 @@ forks or spawns, and Python programs that it starts, run on telegrad too; so und
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code (2: the command line is wrong, as everywhere)."""
+    """Run the command; return its exit code (2 if the command line is wrong)."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.command is None:
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("-m", "--module", action="store_true", help="script is the name of a module, as in python -m")
     run.add_argument("script", help="the Python program that every worker runs")
     rest = run.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    rest.required = False  # argparse would ask for them in its error message
+    rest.required = False  # argparse's own error message would list them
     _add_compat(commands)
     return parser
 
@@ -141,7 +141,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compat(options: argparse.Namespace) -> NoReturn:
-    """Becomes the program: its exit code and its signals are its own."""
+    """Replaces this process by the program, so that exit code and signals are the program's."""
     from telegrad.compat.children import adopt_children
 
     _check(options)
@@ -152,7 +152,7 @@ def _compat(options: argparse.Namespace) -> NoReturn:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """That the program is there."""
+    """Raises ``UsageError`` if the script or module does not exist."""
     if options.module:
         _check_module(options.script)
     else:
@@ -168,14 +168,14 @@ def _check_script(path: str, command: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    # Only the first part: to look further would import the package, here, in the launcher.
+    # Only the first part of the name: looking further would import the package in the launcher.
     top = name.partition(".")[0]
     if top not in sys.builtin_module_names and importlib.machinery.PathFinder.find_spec(top, ["", *sys.path]) is None:
         raise UsageError(f"there is no module {name!r} (looked in {os.getcwd()} and on sys.path)")
 
 
 def _forget_readers_that_left() -> None:
-    """After ``| head`` has gone, Python would complain at exit of output that it still holds, and change the code."""
+    """Discards buffered output if its reader is gone (``| head``): Python would print an error and change the code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -136,13 +136,13 @@ class MissingGradientError(TelegradError):
     """
 
 
-_PROBLEMS_SHOWN = 50  # the wrong model has thousands of wrong parameters; ``problems`` has them all
+_PROBLEMS_SHOWN = 50  # a wrong model can have thousands of wrong parameters; ``problems`` lists all of them
 
 
 class CheckpointError(TelegradError):
     """A checkpoint cannot be made of what was given, is damaged, or does not fit.
 
-    Nothing was changed: the things are as they were, and so are the checkpoints.
+    Neither the objects nor the existing checkpoints were changed.
 
     Args:
         what (str): What could not be done.

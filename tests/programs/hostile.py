@@ -18,7 +18,7 @@ from telegrad._wire.frames import prefix
 from telegrad._wire.messages import Body, Call, InSegment, TensorMeta
 from telegrad._wire.tree import TreeWriter
 from telegrad.errors import TelegradError
-from telegrad.rpc import api
+from telegrad.rpc import joining
 from telegrad.rpc.network import Network
 
 kept: list[torch.Tensor] = []
@@ -72,12 +72,12 @@ def listening_addresses() -> list[str]:
 def claim_the_memory_of(other: dict[str, Any]) -> None:
     """Before init_rpc: this worker's record will name another worker's process."""
 
-    class Forged(api.Proof):
+    class Forged(joining.Proof):
         def __init__(self) -> None:
             super().__init__()
             self.pid, self.fd, self.token = other["pid"], other["fd"], other["token"]
 
-    api.Proof = Forged  # type: ignore[misc]
+    joining.Proof = Forged  # type: ignore[misc]
 
 
 def name_foreign_memory(victim: str, segment: tuple[int, int, int]) -> tuple[str, str]:

@@ -297,14 +297,14 @@ def double_arrays(to: str) -> bool:
 def forbid_shared_memory() -> None:
     """Publishes a token that nobody finds behind this process's descriptor, as on a host that forbids to look there."""
     from telegrad._transport.shared_memory import Proof
-    from telegrad.rpc import api
+    from telegrad.rpc import joining
 
     class Unreadable(Proof):
         def __init__(self) -> None:
             super().__init__()
             self.token = bytes(32)
 
-    api.Proof = Unreadable  # type: ignore[attr-defined]
+    joining.Proof = Unreadable  # type: ignore[attr-defined]
 
 
 def start_pending(to: str, count: int) -> None:

@@ -16,7 +16,7 @@ from telegrad._transport.shared_memory import SHARED_FROM, PeerSegments, Segment
 from telegrad._wire import codec, values
 from telegrad._wire.by_value import ReceivedFunctions
 from telegrad._wire.messages import Body, InSegment, RRefFork, SegmentReleased
-from telegrad._wire.tensors import unpack
+from telegrad._wire.unpack_tensors import unpack
 from telegrad.errors import ProtocolError, SerializationError, TelegradError, WorkerLostError
 
 Scope = AbstractContextManager[None]

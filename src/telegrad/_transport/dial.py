@@ -24,7 +24,7 @@ _NO_WAY = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EHOSTDOW
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where a worker listens.  ``fingerprint``: that of its TLS certificate, for TCP."""
+    """The address on which a worker listens.  ``fingerprint``: that of its TLS certificate, for TCP."""
 
     kind: Literal["unix", "tcp"]
     host: str  # the name of the socket, for "unix"

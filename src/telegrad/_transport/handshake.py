@@ -1,4 +1,4 @@
-"""The handshake: both sides prove that they hold the job's secret before any other byte of theirs is processed.
+"""The handshake: both sides prove that they hold the job's secret before any of their other bytes is processed.
 
 There are no sockets, threads or clocks here: ``feed`` takes the peer's bytes and returns bytes to send.
 
@@ -21,7 +21,7 @@ reachable from the whole network, so it sends only random bytes, and not its nam
 A client connects only to an address that it was given.
 
 Each message begins with 13 bytes that are the same in all versions: magic, version, kind, length.  So another protocol
-is detected at its first wrong byte, and a peer with another version is told so.
+is detected at its first wrong byte, and a peer with another version gets a clear error.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ class ClientHandshake(Handshake):
             return proof
         mac, who = body[:_MAC], body[_MAC:]  # (4)
         if not hmac.compare_digest(mac, self._mac("server", who)):
-            raise AuthenticationError(f"the worker that was dialled could not prove itself: {_OTHER_SECRET}")
+            raise AuthenticationError(f"the worker that was dialled could not authenticate: {_OTHER_SECRET}")
         peer = Identity.decode(who)
         if peer != self._expect:
             raise AuthenticationError(
@@ -298,7 +298,7 @@ class ServerHandshake(Handshake):
 
     @property
     def wants(self) -> int:
-        """As much as there is: a client that sends more than it may is refused."""
+        """No limit but that of the buffer: a client that sends more than it may is refused."""
         return MAX_BUFFERED - len(self._buffer) if self._awaits else 0
 
     def _take(self, kind: Kind, message: bytes, body: bytes) -> bytes:

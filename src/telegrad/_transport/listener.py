@@ -183,7 +183,7 @@ class Listener:
         self._pending[pending] = None
         if len(self._pending) > self._max_pending:
             oldest = next(iter(self._pending))
-            self._refuse(oldest, f"more than {self._max_pending} connections wait to prove themselves; oldest goes")
+            self._refuse(oldest, f"more than {self._max_pending} connections pending: the oldest is closed")
 
     def _advance(self, pending: _Pending) -> None:
         try:

@@ -35,7 +35,7 @@ _IOV_MAX = 1024
 _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _UCRED = struct.Struct("iII")  # pid, uid, gid
 _TCP_INFO = struct.Struct("xxBBxxxx48xI")  # unanswered retransmits and probes, ms since the last acknowledgement
-_UNANSWERED = 2  # one alone may have been sent just now
+_UNANSWERED = 2  # a single one may have been sent only now
 _LONGEST_WAIT = 60.0  # seconds of one poll, whose argument is a C int of milliseconds
 
 
@@ -338,7 +338,7 @@ def connect_tcp(host: str, port: int, timeout: float) -> socket.socket:
             sock.connect(address)
             # On loopback the kernel may choose the dialled port as our own and connect the socket to itself.
             if sock.getsockname() == sock.getpeername():
-                raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens on {host}:{port}")
+                raise ConnectionRefusedError(errno.ECONNREFUSED, f"nothing listens on {host}:{port}")
             sock.settimeout(None)
             return sock
         except OSError as error:

@@ -205,10 +205,10 @@ class TlsStream:
     it waits in ``_outgoing``, in order, for the next ``send``; TLS 1.3 allows that.
 
     Until ``trust`` is called the peer may send 64 KiB in all, and its bytes are read record by record, so that at the
-    end of the handshake no decrypted bytes are left here, of which a poll of the descriptor would not know.
+    end of the handshake no decrypted bytes are left here: a poll of the descriptor would not report them.
     """
 
-    drain: ClassVar[bool] = True  # decrypted bytes may wait here, of which a poll of the descriptor does not know
+    drain: ClassVar[bool] = True  # decrypted bytes may wait here, which a poll of the descriptor does not report
 
     def __init__(self, raw: SocketStream, end: TlsEnd) -> None:
         self._raw = raw
@@ -304,7 +304,7 @@ class TlsStream:
         size = self._raw.recv_into(self._scratch[:limit])
         self._heard += size
         if self._heard > _UNTRUSTED_TOTAL:
-            raise ProtocolError(f"more than {_UNTRUSTED_TOTAL} bytes before the peer had proved itself")
+            raise ProtocolError(f"more than {_UNTRUSTED_TOTAL} bytes before the peer had authenticated")
         if self._record_left:
             self._record_left -= size
         else:

@@ -38,7 +38,7 @@ def export(function: F | None = None, *, name: str | None = None, methods: Seque
     A worker with ``allow_pickle=False`` runs nothing else for others, apart from some operators of torch. It works with
     pickle too, and gives a function a name that callers can use without having its code.
 
-    What an exported function does with its arguments is up to you: one that writes files lets others write files.
+    An exported function must be safe to call with any arguments: one that writes files lets other workers write files.
 
     Args:
         function (Callable): The function or class, where it is used as a decorator without arguments: ``@rpc.export``.
@@ -122,7 +122,7 @@ def shown(function: Any) -> str:
 
 
 def _is_stale(name: str, function: Any) -> bool:
-    """Whether the name refers to another function now, as after a notebook's cell ran again."""
+    """Whether the name refers to another function now, for example after a notebook cell ran again."""
     module_name, _, path = name.partition(":")
     if "." in path or name in _exported:
         return False
@@ -169,7 +169,7 @@ def resolve(name: str, allow_any: bool) -> Any:
             return _plain_operator(path)
         raise SerializationError(
             f"{name!r} is not exported here and this worker allows no other functions (allow_pickle=False): "
-            "put @rpc.export on it over there"
+            "put @rpc.export on it on that worker"
         )
     if not colon:
         raise SerializationError(f"no function is exported as {name!r} here")
@@ -267,7 +267,7 @@ def _check_plain(name: str, arguments: Sequence[Any]) -> None:
         if refused is not None:
             raise SerializationError(
                 f"torch's {name!r} takes no {refused} from another worker (allow_pickle=False): export a function that "
-                "does this with @rpc.export over there, and call that"
+                "does this with @rpc.export on that worker, and call that"
             )
 
 
@@ -295,13 +295,13 @@ def exported_method(value: object, name: str) -> Callable[..., Any]:
     if exported is None:
         raise SerializationError(
             f"{kind.__qualname__}.{name} cannot be called by other workers here (allow_pickle=False): "
-            "put @rpc.export on the class over there"
+            "put @rpc.export on the class on that worker"
         )
     if name not in exported:
         raise SerializationError(
             f"{kind.__qualname__}.{name} is not exported here (allow_pickle=False): @rpc.export exports the public "
             "functions that a class itself defines, no attributes, properties or inherited methods; "
-            f"name it in @rpc.export(methods=[...]) over there. Exported: {', '.join(sorted(exported)) or 'none'}"
+            f"name it in @rpc.export(methods=[...]) on that worker. Exported: {', '.join(sorted(exported)) or 'none'}"
         )
     # From the class: the instance may have an attribute of the same name.
     method = inspect.getattr_static(kind, name)

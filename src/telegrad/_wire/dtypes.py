@@ -1,4 +1,4 @@
-"""The codes of dtypes and layouts on the wire."""
+"""The codes of dtypes, layouts and representations of tensors on the wire."""
 
 from __future__ import annotations
 
@@ -33,3 +33,7 @@ NUMPY_DTYPES: list[np.dtype[Any] | None] = [
     for name in (name if name in _DTYPE_NAMES[:12] else "-" for name in _DTYPE_NAMES)
 ]
 NUMPY_CODES = {dtype.num: code for code, dtype in enumerate(NUMPY_DTYPES) if dtype is not None}
+
+# How a ``TensorMeta`` represents a tensor: the bits of ``flags``, and the values of ``layout``.
+REQUIRES_GRAD, PARAMETER, CONJUGATE, NEGATIVE, COALESCED, GAPS = 1, 2, 4, 8, 16, 32
+STRIDED, COO, COMPRESSED, QUANTIZED, QUANTIZED_CHANNELS, META = range(6)

@@ -1,10 +1,9 @@
 """Every message that crosses the wire.
 
-A message is a frozen record.  The codec writes it as a header that cannot execute code; tensors and pickled
-user objects ride beside it as buffers, described by the message's :class:`Body`.
+A message is a frozen record.  The codec writes it as a header that cannot execute code.  Tensors and pickles follow the
+header as buffers, which the message's :class:`Body` describes.
 
-================ =================== ================= =================================================
-No message is ever sent twice.  A link is an ordered stream, and a worker whose link breaks is lost, so a message needs
+No message is sent twice.  A link is an ordered stream, and a worker whose link breaks is lost, so a message needs
 no number, acknowledgement or repetition of its own.
 
 On a link, the side that dialled sends requests and internal messages (``FROM_DIALLER``), and the other side answers
@@ -21,10 +20,10 @@ from telegrad._ids import GlobalId, PassId
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The base of all records: positional on the wire, so small, and checked field by field when read.
+    """The base of all records: positional on the wire, and checked field by field when read.
 
-    None can be part of a cycle, so the garbage collector need not know of them: a backlog of calls would make it look
-    at everything in the process (0.1 s, with torch) the more often.
+    Records are never part of a reference cycle, so the garbage collector does not track them.  With many waiting calls
+    it would otherwise run full collections (0.1 s, with torch) more often.
     """
 
 
@@ -86,7 +85,7 @@ class Node(_Record, frozen=True):
 Tree = None | bool | int | float | str | msgspec.msgpack.Ext | Node
 
 
-#: A buffer inside the header, the length of one that follows it, or one in memory that both see.
+#: A buffer inside the header, the length of one that follows it, or one in shared memory.
 Buffer = bytearray | Size | InSegment
 
 
@@ -103,7 +102,7 @@ class Body(_Record, frozen=True):
     buffers: tuple[Buffer, ...] = ()
     tensors: tuple[TensorMeta, ...] = ()
     rrefs: tuple[RRefFork, ...] = ()
-    extra: list[int | list[int]] | None = None  # what the outgoing interceptor wants its twin to know
+    extra: list[int | list[int]] | None = None  # from the outgoing interceptor to the incoming one
 
 
 EMPTY_BODY = Body()
@@ -123,7 +122,7 @@ class Call(_Record, frozen=True, tag=1):
 
 
 class RemoteCall(_Record, frozen=True, tag=2):
-    """Run a callable and keep its result under ``rref_id``.  Answered when the owner has noted the reference."""
+    """Run a callable and keep its result under ``rref_id``.  Answered when the owner counts the reference."""
 
     call_id: int
     function: str
@@ -176,7 +175,7 @@ class MemoryReadable(_Record, frozen=True, tag=11):
 
 
 class Barrier(_Record, frozen=True, tag=10):
-    """Answered with whether to go round again, when every worker that is alive has sent one for this round."""
+    """Answered when every worker that is alive has sent one for this round, with whether another round is needed."""
 
     call_id: int
     round: int
@@ -187,7 +186,7 @@ class Barrier(_Record, frozen=True, tag=10):
 
 
 class ForkRequest(_Record, frozen=True, tag=20):
-    """A user tells the owner that it now holds a fork."""
+    """To the owner: the sender now holds a fork."""
 
     rref_id: GlobalId
     fork_id: GlobalId
@@ -206,7 +205,7 @@ class ForkRefused(_Record, frozen=True, tag=22):
 
 
 class ChildConfirmed(_Record, frozen=True, tag=23):
-    """A child tells its parent that the owner knows of it, so that the parent may go."""
+    """To the parent of a fork: the owner counts the child, so the parent may be deleted."""
 
     fork_id: GlobalId
 
@@ -222,20 +221,20 @@ class UserDelete(_Record, frozen=True, tag=24):
 
 
 class DropContext(_Record, frozen=True, tag=40):
-    """The context has ended: forget it, and tell those whom you told of it."""
+    """The context has ended: remove it, and forward this to the workers that were sent messages of the context."""
 
     context_id: int
 
 
 class TellMe(_Record, frozen=True, tag=49):
-    """To the creator of a context: who told the sender of it is lost, so tell it when the context ends."""
+    """To the creator of a context: send DropContext to the sender, since the worker that would have sent it is lost."""
 
     context_id: int
 
 
 class PassHead(_Record, frozen=True):
-    """What a worker must know of a backward pass in order to take part.  ``floor``: the lowest number of a pass of
-    that root that still runs."""
+    """What a worker needs to take part in a backward pass.  ``floor``: the lowest number of a pass of that root that
+    still runs."""
 
     pass_id: PassId
     context_id: int
@@ -246,7 +245,7 @@ class PassHead(_Record, frozen=True):
 
 
 class Report(_Record, frozen=True):
-    """What is left to do on a worker; the highest version counts."""
+    """The work that is left on a worker; the record with the highest version is used."""
 
     worker: int
     version: int
@@ -264,10 +263,10 @@ class Finished(_Record, frozen=True, tag=42):
 
 
 class Gradients(_Record, frozen=True, tag=41):
-    """What recvs got, for the sends at their other ends; the tensors are in the body, one after the other.
+    """The gradients of recvs, for the sends at their other ends; the tensors are in the body, in order.
 
-    ``counted``: the sender waits for a Finished.  It does not when the receiver waits for the sender's anyway; that may
-    come along with them.
+    ``counted``: the sender waits for a Finished.  It does not if the receiver already waits for the sender's Finished,
+    which may be part of the same message.
     """
 
     head: PassHead
@@ -305,13 +304,13 @@ class PlanWanted(_Record, frozen=True, tag=45):
 
 
 class PlanKnown(_Record, frozen=True, tag=46):
-    """The wave has ended: whoever was not told that a send of its is live, knows that it is not."""
+    """Discovery has ended: a send for which no Discover came is not live."""
 
     pass_id: PassId
 
 
 class PassFailed(_Record, frozen=True, tag=47):
-    """Tells the root why a pass cannot end well; the details of the exception are in the body."""
+    """To the root: the reason why a pass has failed; the exception is in the body."""
 
     pass_id: PassId
     worker: str
@@ -322,14 +321,14 @@ class PassFailed(_Record, frozen=True, tag=47):
 
 
 class EndPass(_Record, frozen=True, tag=48):
-    """The pass has failed: drop what is left of it, and tell those whom you drew into it."""
+    """The pass has failed: remove its state, and forward this to the workers that this one involved in the pass."""
 
     pass_id: PassId
     context_id: int
     reason: str
 
 
-#: What workers tell each other of references, contexts and passes; not answered.
+#: Messages about references, contexts and passes, which are not answered.
 InternalMessage = (
     ForkRequest
     | ForkAccepted

@@ -125,7 +125,7 @@ def advice_on(value: Any, argument: bool) -> str:
     if isinstance(value, FutureBase):
         if argument:
             return "; wait for the future first, and send its value"
-        return "; wait for the future over there, or let an async_execution function return it"
+        return "; wait for the future on the callee, or let an async_execution function return it"
     if isinstance(value, (GeneratorType, AsyncGeneratorType)):
         return f"; {'send' if argument else 'return'} a list, or an RRef to an object whose method gives the next item"
     if inspect.isawaitable(value):

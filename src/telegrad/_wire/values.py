@@ -183,7 +183,7 @@ class Bundle:
 
 
 def _share(references: list[Reference], to: int, answered: bool) -> tuple[RRefFork, ...]:
-    """Tells the ledger that these references are sent; if one fails, none is."""
+    """Records in the ledger that these references are sent; if one fails, none is."""
     forks: list[RRefFork] = []
     try:
         for reference in references:

@@ -3,8 +3,8 @@
 * :func:`save`: modules, optimizers, anything with a ``state_dict``; each owner writes its own part
 * :func:`load`: into the same things, wherever they live now
 * :func:`read`: the states themselves, in one process and without workers
-* :func:`latest`, :func:`steps`: what is there
-* :class:`Checkpoint`: what ``load`` tells of what it loaded; :class:`CheckpointError`: why it did not
+* :func:`latest`, :func:`steps`: the steps of the checkpoints in a folder
+* :class:`Checkpoint`: what ``load`` returns; :class:`CheckpointError`: what it raises
 """
 
 from telegrad.checkpoint.folder import latest, steps

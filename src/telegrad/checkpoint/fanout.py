@@ -1,4 +1,4 @@
-"""What runs on the owners, and asking all of them at once.
+"""The functions that run on the owners, and calling all owners at the same time.
 
 Failures that can be foreseen travel as text, so that the driver can list those of all owners: a disk that is full, a
 folder that is not there, a model that does not fit.
@@ -47,7 +47,7 @@ def find_parts(references: Sequence[RRef[Any]]) -> list[dict[str, RRef[nn.Module
 
 @dataclass(slots=True)
 class Written:
-    """What an owner has written of one thing."""
+    """The part of one thing that an owner has written."""
 
     thing: Thing
     file: str
@@ -69,7 +69,7 @@ def write_parts(folder: Directory, targets: Sequence[Target]) -> tuple[list[Writ
 def _write_all(directory: int, targets: Sequence[Target]) -> tuple[list[Written], list[str]]:
     worker = current_worker()
     holders, problems = _holders(targets)
-    with worker.autograd.swapping:  # no step of an optimizer changes anything meanwhile
+    with worker.autograd.swapping:  # no step of an optimizer runs at the same time
         taken, more = _take(holders)
         problems += more
         try:
@@ -81,7 +81,7 @@ def _write_all(directory: int, targets: Sequence[Target]) -> tuple[list[Written]
 
 
 def _take(holders: Sequence[tuple[Target, Holder]]) -> tuple[list[tuple[str, Thing, Parts]], list[str]]:
-    """What goes into each file, and what cannot."""
+    """The contents of each file, and the problems."""
     taken = []
     problems: list[str] = []
     for target, holder in holders:
@@ -104,7 +104,7 @@ def _write(directory: int, file: str, thing: Thing, parts: Parts) -> Written:
 
 
 class Ready:
-    """All that an owner loads: read, compared, and not yet set."""
+    """Everything that an owner loads: read and compared, but not yet set."""
 
     def __init__(self) -> None:
         self.loads: list[tuple[Holder, Any, Thing]] = []
@@ -117,7 +117,7 @@ class Ready:
 def prepare_parts(
     folder: Directory, sizes: Mapping[str, int], parts: Sequence[tuple[Target, Thing]]
 ) -> tuple[RRef[Ready], list[str]]:
-    """Reads this worker's parts and compares them with what is here; touches nothing."""
+    """Reads this worker's parts and compares them with the present state; changes nothing."""
     ready = Ready()
     try:
         directory = folder.open()

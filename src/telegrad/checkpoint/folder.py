@@ -1,4 +1,4 @@
-"""The folder that checkpoints are in, and how one comes into it: whole, or not at all.
+"""The folder that checkpoints are in, and saving one into it atomically.
 
 ::
 
@@ -6,19 +6,19 @@
       step-000010/             a checkpoint: the manifest, and what the owners wrote
       step-000020/
       HISTORY                  their names in the order they were saved; the last one is the latest
-      .lock                    held by whoever saves
+      .lock                    held by the process that saves
       .saving-8c1f…/           a save under way, or one that was interrupted
       .history-5d02…           the next HISTORY, not yet in its place
 
-1. Take the lock, which the kernel gives back when its holder dies; nobody waits for it.
+1. Take the lock, which the kernel releases when its holder dies.  If another process has it, raise an error.
 2. Remove what interrupted saves left.  Every save has the lock from before its folder is made until it is renamed or
-   removed, so with the lock in hand all that is found is dead.
+   removed, so no other save uses the folders that are found while the lock is held.
 3. Let the owners write into a new ``.saving-…`` folder; then the manifest; sync all.
 4. Rename the folder: from now on it is a whole checkpoint, under a name that was free.
 5. Replace ``HISTORY`` by a rename: from now on it is the latest.
-6. Remove old ones: rename them first, so that no half of one is ever found under its name.
+6. Remove old ones.  They are renamed first, so that a half-removed one is never found under its name.
 
-A crash before 5 leaves the latest one what it was, a crash after it leaves only something to sweep up.
+After a crash before 5, the latest checkpoint is the previous one; after a later crash, only files to remove are left.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Folder:
         self.path = Path(os.path.abspath(os.path.expanduser(path)))
         self._directory = Directory(str(self.path), may_be_link=True)
 
-    # --- what is there --------------------------------------------------------------------------------------------
+    # --- listing --------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         return list(dict.fromkeys(_step(name) for name in reversed(self._names())))[::-1]
@@ -107,7 +107,7 @@ class Folder:
     def _names(self) -> list[str]:
         """All checkpoints, the latest last.
 
-        One that history does not know was copied here, or its save was interrupted at the end: it is there, but it is
+        One that is not in HISTORY was copied here, or its save was interrupted before step 5.  It is listed, but it is
         not the latest.
         """
         try:
@@ -181,7 +181,7 @@ class Folder:
         try:
             os.rename(self.path / name, grave)
             _delete(grave)
-        except OSError as error:  # the new one is saved, whatever becomes of this one
+        except OSError as error:  # the new one is saved in any case
             reason = str(error)  # as text: a handler may keep it, and with it all frames of the program
             log.warning("could not remove the old checkpoint %s: %s", self.path / name, reason)
 
@@ -193,7 +193,7 @@ class Folder:
         except OSError as error:
             raise CheckpointError(f"cannot save into {self.path}", [f"{_LOCK}: {error}"]) from error
         try:
-            if os.fstat(descriptor).st_nlink != 1:  # what is written below would also be in another file
+            if os.fstat(descriptor).st_nlink != 1:  # the write below would change another file too
                 raise CheckpointError(f"cannot save into {self.path}", [f"{_LOCK} is hard-linked elsewhere: remove it"])
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

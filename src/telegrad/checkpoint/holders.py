@@ -1,4 +1,4 @@
-"""On the worker that has a thing: how its state is taken, compared with a saved one, and set.
+"""Runs on the worker that has a thing: takes its state, compares it with a saved one, and sets it.
 
 ==============  ==========================================  ============================================================
 a thing         its state                                   what must be the same before it is loaded
@@ -40,16 +40,16 @@ from telegrad.optim.local import LocalOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a ``DistributedOptimizer`` one owner has."""
+    """The part of a ``DistributedOptimizer`` that one owner has."""
 
     numbers: list[int]
     parameters: list[RRef[Tensor]]
-    groups: list[dict[str, Any]] | None = None  # what the driver has set; to be written by one of the owners
+    groups: list[dict[str, Any]] | None = None  # the driver's settings, which one of the owners writes
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one owner has of a thing.
+    """The part of a thing that one owner has.
 
     Of a module that has RemoteModules in it, some owners have one or more of these.  Each goes by the prefix that its
     keys have in the state of the whole, as ``"layers.0."``; the prefix of the thing itself is empty.
@@ -63,10 +63,10 @@ class Target:
 
 class Holder(Protocol):
     def take(self) -> Thing:
-        """What it is and has; the state is still with its tensors."""
+        """The state, with its tensors, and what describes it."""
 
     def compare(self, name: str, saved: Thing) -> list[str]:
-        """Why what was saved cannot be loaded."""
+        """The reasons why the saved state cannot be loaded."""
 
     def load(self, state: Any, saved: Thing) -> None: ...
 
@@ -212,7 +212,7 @@ class _Share:
 
 
 class _Object:
-    """Its code is anybody's and may call other workers: it runs outside of our locks, when this is made."""
+    """An object of the user.  Its code may call other workers, so it runs in the constructor, outside of locks."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._state = value, value.state_dict()

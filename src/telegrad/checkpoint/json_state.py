@@ -40,7 +40,7 @@ class TensorName:
 
 
 class Parts:
-    """What a state was taken apart into."""
+    """A state, taken apart into plain data and tensors."""
 
     def __init__(self, name: str) -> None:
         self._name = name

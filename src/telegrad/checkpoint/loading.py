@@ -1,4 +1,4 @@
-"""Loading, as the driver sees it: everything is read and compared everywhere before anything is set anywhere."""
+"""Loading, on the driver: all owners read and compare everything before any of them sets anything."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def load(
     found = [problem for wrong in problems.values() for problem in wrong]
     found += [problem for _, wrong in answers.values() for problem in wrong]
     if found:
-        answers.clear()  # what the owners have read is let go, even if somebody keeps the error
+        answers.clear()  # frees what the owners have read, even if the program keeps the error
         raise CheckpointError(f"cannot load {folder.path}, and nothing was touched", found)
     ask_all(load_parts, {owner: (ready,) for owner, (ready, _) in answers.items()}, timeout)
     for name, settings in groups.items():
@@ -145,7 +145,7 @@ def _missing(name: str, saved: Manifest) -> list[str]:
 def _prepare_here(
     directory: int, saved: Manifest, things: Mapping[str, Any]
 ) -> tuple[dict[str, list[str]], dict[str, Groups]]:
-    """What the driver can tell itself: problems by name, and what is set for the groups of optimizers."""
+    """The checks that need no owner: problems by name, and the settings of the groups of optimizers."""
     problems: dict[str, list[str]] = {}
     groups: dict[str, Groups] = {}
     for name, thing in things.items():

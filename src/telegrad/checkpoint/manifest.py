@@ -1,6 +1,6 @@
 """The manifest: one JSON file that says what a checkpoint holds, and in which file each tensor is.
 
-Whoever loads goes by it alone, so that the worker that saved a tensor need not be the one that loads it.
+Loading uses the manifest alone, so a tensor may be loaded by another worker than the one that saved it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def read(folder: Directory) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """That it refers to nothing that it does not have, and to no file elsewhere."""
+    """Checks that the manifest refers only to tensors and files that it lists, and to no file elsewhere."""
     for file in manifest.files:
         if "/" in file:
             raise ValueError(f"{file!r} is no file of a checkpoint")

@@ -1,4 +1,4 @@
-"""Saving, as the driver sees it."""
+"""Saving, on the driver."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save(
 ) -> int:
     """Saves named things into a new checkpoint in the folder ``path``, each owner its own part.
 
-    The checkpoint is there when this returns. If it fails, or if this process is killed, the one before it still is.
+    When this returns, the checkpoint is complete. If it fails, or if this process is killed, the previous one is kept.
     Reading a checkpoint executes nothing: tensors are in ``safetensors`` files, everything else is JSON.
 
     Call it between steps, on one worker: each worker's part is consistent in itself, but only the program knows when
@@ -55,7 +55,7 @@ def save(
 
     Raises:
         CheckpointError: Something cannot be saved, or cannot be written; ``problems`` lists everything.
-        UsageError: An argument makes no sense, or another process is saving into the folder.
+        UsageError: An argument is not valid, or another process is saving into the folder.
         WorkerLostError: An owner was lost.
         RpcTimeoutError: The owners took longer than ``timeout``.
         WorkersFailedError: Several owners failed.
@@ -106,7 +106,7 @@ def _check_number(what: str, number: int | None, least: int) -> None:
 
 
 def _check_sizes(directory: int, written: Mapping[str, list[Written]]) -> list[str]:
-    """What the owners wrote is also what is seen here."""
+    """Checks that the files which the owners wrote are visible here, with the same sizes."""
     wrong = []
     for owner, parts in written.items():
         for part in parts:
@@ -121,7 +121,7 @@ def _check_sizes(directory: int, written: Mapping[str, list[Written]]) -> list[s
 
 
 def _whole(name: str, thing: Any, targets: Mapping[str, list[Target]], written: Mapping[str, list[Written]]) -> Thing:
-    """What all owners have of one thing, as one."""
+    """Joins the parts of one thing that all owners have."""
     parts = [
         (target, part.thing)
         for owner, mine in targets.items()
@@ -161,7 +161,7 @@ def _whole_module(parts: Sequence[tuple[Target, Thing]]) -> Thing:
         versions |= part.versions
 
     def joined(prefix: str) -> Iterator[tuple[str, Any]]:
-        """The keys of remote parts come where one process would have them."""
+        """Puts the keys of remote parts where they would be in one process."""
         for key, value in states[prefix].items():
             if f"{key}." in states:
                 yield from joined(f"{key}.")

@@ -1,4 +1,4 @@
-"""What a program may save, and who has it."""
+"""The things that a program may save, and the workers that have them."""
 
 from __future__ import annotations
 

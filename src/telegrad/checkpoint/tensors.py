@@ -93,7 +93,7 @@ def write(directory: int, file: str, tensors: Mapping[str, Tensor]) -> tuple[dic
         _write_file(new, _storable({name: tensors[name] for name, key in keys.items() if name == key}))
         finish(new)
         size = os.fstat(new.fileno()).st_size
-        # The sums are of what is in the file: if a tensor changed meanwhile, the file can still be loaded.
+        # The checksums are those of the file: if a tensor changed while it was written, the file can still be loaded.
         with _stored(new.fileno()) as stored:
             sums = {key: _crc32(stored.get_tensor(key)) for key in dict.fromkeys(keys.values())}
     records = {

@@ -10,7 +10,7 @@ Inside: ``error_texts`` (torch's texts for our errors), ``futures``, ``rref``, `
 get into a program and its children).  Private names of torch live here and not in the core; ``rpc``, ``autograd`` and
 ``nn`` have tables of them.
 
-What cannot be offered raises an error that names the thing and the way out.
+What is not supported raises an error that says what to use instead.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A child may be forked, spawned by multiprocessing, or any ``python program.py`` that a launcher starts.  All of them
 inherit the environment, and every interpreter that starts imports a module ``sitecustomize`` if its path has one.  So
-``PYTHONPATH`` begins with a directory that has ours (``site/``), which waits for ``import torch`` and then calls
+``PYTHONPATH`` begins with a directory that has telegrad's (``site/``), which waits for ``import torch`` and then calls
 ``install()``.  Nothing is written anywhere, and a process that never imports torch pays for a dictionary lookup.
 
 This module imports nothing but the standard library, since ``sitecustomize`` uses it at the start of every process.

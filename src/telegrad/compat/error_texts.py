@@ -1,7 +1,7 @@
-"""torch's words for telegrad's errors.
+"""Adds torch's texts to telegrad's errors.
 
 Programs, and PyTorch's own tests, look for certain texts in the errors of ``torch.distributed.rpc``.  Here an error of
-telegrad gets torch's sentence in front of its own, which says more; its type stays the same.
+telegrad gets torch's sentence in front of its own, which is more precise; its type stays the same.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _ROWS = [(kind, re.compile(pattern), words) for kind, pattern, words in _TABLE]
 
 
 def translated(error: Exception) -> Exception:
-    """The same error in torch's words too; the very same if there are none, or if it has them."""
+    """The error with torch's text added; the same object if torch has no such text, or if it is there already."""
     if not isinstance(error, TelegradError):
         return error
     text = str(error)
@@ -99,7 +99,7 @@ def in_torchs_words() -> Iterator[None]:
 
 
 def speaks_as_torch(function: Callable[P, T]) -> Callable[P, T]:
-    """What the function raises is in torch's words too."""
+    """Decorates a function so that its errors have torch's texts too."""
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -117,7 +117,7 @@ def speaks_as_torch(function: Callable[P, T]) -> Callable[P, T]:
 def as_torch_rebuilds(error: Exception) -> Exception:
     """torch makes an exception of another worker again from its text alone, and a RuntimeError where that fails.
 
-    telegrad rebuilds such a one whole; a program that was written for torch expects the RuntimeError.
+    telegrad rebuilds the whole exception, but a program that was written for torch expects the RuntimeError.
     """
     if isinstance(error, (TelegradError, OSError)) or "This was raised on worker" not in str(error):
         return error

@@ -38,8 +38,8 @@ class Future(TelegradFuture):
 
 # --- wait_all and collect_all ---------------------------------------------------------------------------------------
 #
-# torch's own look at the state of the C++ future, and only C++ can put an error there that keeps its Python type: a
-# future whose error was set from Python counts as one that succeeded, so that they would wait for all of them.
+# torch's own functions read the state of the C++ future, and only C++ can set an error there that keeps its Python
+# type.  For them a future whose error was set from Python has succeeded, so they would wait for all futures.
 
 _torch_wait_all = torch.futures.wait_all
 _torch_collect_all = torch.futures.collect_all

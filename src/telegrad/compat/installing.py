@@ -1,12 +1,12 @@
 """Puts telegrad in the place of torch's modules.
 
-1. torch's modules for RPC and distributed autograd leave ``sys.modules``, and ours take their places and names.
-2. ``DistributedOptimizer`` and ``RemoteModule`` are replaced one by one, for their packages hold other things too.
-3. Whoever has imported any of these before, torch's DDP and TorchScript among them, gets ours instead.
-4. Children will do the same (``children``).
+1. torch's modules for RPC and distributed autograd are replaced in ``sys.modules`` by telegrad's, under torch's names.
+2. ``DistributedOptimizer`` and ``RemoteModule`` are replaced one by one, because their packages hold other names too.
+3. In modules that have imported any of these before, such as torch's DDP and TorchScript, they are replaced too.
+4. Child processes do the same (``children``).
 
-None of these modules and names has to exist: on a torch that was built without RPC, or from which RPC was removed, ours
-are added where torch's would be.
+None of these modules and names has to exist: on a torch that was built without RPC, or from which RPC was removed,
+telegrad's are added where torch's would be.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def install() -> None:
     if torch_rpc is None:
         _put_modules()
     elif torch_rpc.__name__ != _RPC:
-        return  # it is ours already
+        return  # telegrad is installed already
     elif hasattr(torch_rpc, "_is_current_rpc_agent_set") and torch_rpc._is_current_rpc_agent_set():
         raise UsageError("torch's own RPC is running in this process: call telegrad.compat.install() before init_rpc")
     for name in _NAMES:
@@ -113,7 +113,7 @@ def _import_if_there(name: str) -> None:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # it exists, and misses something else
+        if not f"{name}.".startswith(f"{error.name}."):  # the module exists, and an import in it failed
             raise
 
 
@@ -122,7 +122,7 @@ def _module_at(name: str) -> ModuleType:
     found = sys.modules.get(name)
     if found is None:
         found = ModuleType(name, "Made by telegrad.compat: this torch has no such module.")
-        found.__path__ = []  # a package, for one of them may be asked for its parts
+        found.__path__ = []  # a package, because its submodules may be imported
         _put(name, found)
     return found
 
@@ -135,7 +135,7 @@ def _put(name: str, module: ModuleType) -> None:
 
 
 def _note(replaced: dict[int, Any], old: ModuleType, new: ModuleType) -> None:
-    """A module, and what it and ours both have, if it was made there."""
+    """A module, and the names that it and telegrad's module have in common, if they were defined there."""
     replaced[id(old)] = new
     for name, value in vars(old).items():
         home = getattr(value, "__module__", "") or ""

@@ -50,7 +50,7 @@ class RemoteModule(nn.RemoteModule):
 
     @speaks_as_torch
     def state_dict(self, *_: Any, **__: Any) -> NoReturn:
-        """torch's has none; a program that wants it takes telegrad's."""
+        """Raises: torch's RemoteModule has no ``state_dict``."""
         raise UsageError(
             "a RemoteModule has no state_dict() in torch: telegrad.nn.RemoteModule has, and checkpoints too"
         )
@@ -80,7 +80,7 @@ class _Passenger(Passenger):
 class _Received(RemoteModule):
     """A handle that came in a call.  As in torch, its ``__dict__`` has what was sent, and nothing else.
 
-    What ``nn.Module`` needs beside that stands in the class, where nobody changes it: a handle takes no hooks or parts.
+    The other attributes of ``nn.Module`` are in the class.  They never change: a handle takes no hooks or parts.
     """
 
     _function = staticmethod(remote_side.forward)

@@ -1,10 +1,10 @@
 """Hooks of the AccumulateGrad nodes of leaves: ``p.expand_as(p).grad_fn.next_functions[0][0].register_hook(...)``.
 
-A pass captures what comes to a leaf and does not run its node, so such hooks would not fire.  Nobody can ask a node
-whether it has any, but torch calls a function written in Python whenever one is registered.  From then on the nodes of
-all leaves run too, for their hooks only: what they leave in ``.grad``, and what a prehook returns, is dropped.  This
-costs a call of torch's engine for each leaf, and other threads may see such a ``.grad``; so it is done for programs
-written for torch's, alone.
+A pass captures the gradient of a leaf and does not run its node, so such hooks would not fire.  A node does not tell
+whether it has hooks, but torch calls a Python function when one is registered.  From then on the nodes of all leaves
+run too, for their hooks only: what they write to ``.grad``, and what a prehook returns, is dropped.  This costs a call
+of torch's engine for each leaf, and other threads may see such a ``.grad``, so it is done under ``telegrad.compat``
+only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _seen = [False]
 
 
 def watch(leaves: Leaves) -> None:
-    """From now on a hook of any node is noticed, and fires for these leaves."""
+    """Replaces torch's function that registers hooks, so that hooks of the nodes of these leaves fire."""
 
     def after(leaf: Node, gradient: Tensor) -> None:
         if _seen[0]:

@@ -6,7 +6,7 @@ __all__ = ["DistributedOptimizer"]
 
 
 class DistributedOptimizer(TelegradOptimizer):
-    """As telegrad's; but a step for which there are no gradients does nothing, as in torch."""
+    """As telegrad's, but a step without gradients does nothing, as in torch."""
 
     def _had_no_gradients(self, context_id: int | None) -> None:
         pass

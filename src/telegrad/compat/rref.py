@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class RRef(TelegradRRef[T]):
-    _type: Future | None = None  # of the value, once somebody has asked for it
+    _type: Future | None = None  # the type of the value, after the first request for it
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         try:
@@ -54,8 +54,8 @@ class RRef(TelegradRRef[T]):
     def confirmed_by_owner(self) -> bool:
         """Whether the owner is known to count this handle.
 
-        torch runs a function when the owners have confirmed all references that it is given, telegrad at once.  So
-        this waits for a handle that came in a call: there a program could see the difference.
+        torch runs a function after the owners have confirmed all references among its arguments; telegrad does not wait
+        for that.  So this waits for a handle that came in a call, where a program could see the difference.
         """
         deadline = time.monotonic() + (self._references.worker.default_timeout or float("inf"))
         while not super().confirmed_by_owner():
@@ -76,7 +76,7 @@ class RRef(TelegradRRef[T]):
         try:
             return super()._wait_local(timeout)
         except RpcTimeoutError as error:
-            if self._creation is not None and self._creation.done():  # it is the call that timed out, and not we
+            if self._creation is not None and self._creation.done():  # the call of remote() timed out, not this one
                 raise spoken(error, "RRef creation via rpc.remote() timed out.") from None
             raise
 
@@ -108,7 +108,7 @@ class RRef(TelegradRRef[T]):
         try:
             return asked.wait()
         except Exception:
-            self._type = None  # the next one asks again
+            self._type = None  # the next call requests it again
             raise
 
     def _get_future(self) -> Any:
@@ -129,7 +129,7 @@ class RRef(TelegradRRef[T]):
     def remote(self, timeout: float = UNSET_TIMEOUT) -> Any:
         return _Proxy(self, self._references.worker.remote, timeout)
 
-    # --- on its way ---------------------------------------------------------------------------------------------
+    # --- sending it ---------------------------------------------------------------------------------------------
 
     def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
         try:

@@ -1,4 +1,4 @@
-"""A worker with torch's manners: what it hands out, and what it says when a function fails."""
+"""A worker that behaves as torch's where programs can tell: its futures and references, and the texts of errors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class NoSuchOverloadError(TelegradError, TypeError):
 
 
 class WorkerInfo(TelegradWorkerInfo):
-    """The name and id of a worker; a name that cannot be is refused at once, as in torch."""
+    """The name and id of a worker; as in torch, an invalid name raises here."""
 
     def __init__(self, name: str, id: int) -> None:
         try:
@@ -155,7 +155,7 @@ class CompatWorker(Worker):
             self.executing.discard(call)
 
     def _told(self, error: BaseException, function: str) -> BaseException:
-        """torch's worker prints the error of a function that it runs for another, and speaks of overloads."""
+        """Prints the error of a function that runs for another worker, as torch does, and adds torch's text."""
         if function.startswith(BUILTIN) and isinstance(error, TypeError) and not isinstance(error, TelegradError):
             return NoSuchOverloadError(
                 f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
@@ -164,10 +164,10 @@ class CompatWorker(Worker):
             print(f"On {self.info()}:\n{error!r}\n{story_of(error)}", file=sys.stderr)
         return error
 
-    # --- the end ------------------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------
 
     def drop_all_handles(self, timeout: float) -> None:
-        """Gives up all references to values of others, and waits until their owners know."""
+        """Deletes all references to values of other workers, and waits until their owners have processed that."""
         deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
         self._wait_for_owners(deadline, "pending_forks")
         self.serialized.clear()
@@ -189,12 +189,12 @@ class CompatWorker(Worker):
         super()._wait_for_all(deadline, timeout)
         if not self.leaks_are_errors:
             return
-        # What the last calls took along was dropped when they ended: first all say so, and then all look.
+        # References in the last calls are deleted when these end: first all workers report that, then all check.
         self.references.let_go()
         self._wait_for_owners(min(deadline, time.monotonic() + _LATE_DROPS), "leaving_forks")
         super()._wait_for_all(deadline, timeout)
         held = self.references.counts()["values_with_forks"]
-        super()._wait_for_all(deadline, timeout)  # and nobody leaves before all have looked
+        super()._wait_for_all(deadline, timeout)  # no worker leaves before all have checked
         if held:
             raise TelegradError(f"Leaking RRefs: other workers still hold references to {held} values of {self.info()}")
 

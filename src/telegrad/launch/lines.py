@@ -1,4 +1,4 @@
-"""Bytes from a worker's pipe in, whole lines out.  No I/O here: ``launch`` does the reading and the writing."""
+"""Splits the bytes of a worker's pipe into whole lines.  No I/O: ``local`` reads and writes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PROGRESS_INTERVAL = 1.0  # seconds between two states of one progress bar
 class LineSplitter:
     r"""Cuts one stream into lines, as bytes, so that text in any encoding passes through unchanged.
 
-    A lone ``\r`` is a progress bar redrawing itself.  With several workers there is no one line to redraw, so the
-    states become lines: at most one a second, and the last one always.
+    A lone ``\r`` comes from a progress bar that redraws its line.  The output of several workers has no line to redraw,
+    so the states become lines: at most one per second, and always the last one.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Start the workers of a job on this host, show what they print, and end them together.
 
-One thread, one selector, and nothing but file descriptors in it:
+One thread waits with one selector for file descriptors only:
 
     worker's stdout ──┐
     worker's stderr ──┤
@@ -8,9 +8,9 @@ One thread, one selector, and nothing but file descriptors in it:
     wake-up eventfd ──┘        ▲
                                └── a signal came: the handler passed it on and woke the loop
 
-Because one thread writes, lines stay whole.  Every worker leads a process group of its own: a Ctrl-C in the terminal
-reaches only the launcher, which passes it on once, and whatever a worker started ends with it.  A second Ctrl-C kills
-the workers.  After the first, the tracebacks of the workers' KeyboardInterrupts are not shown.
+One thread writes all lines, so they stay whole.  Every worker leads its own process group: a Ctrl-C in the terminal
+reaches only the launcher, which passes it on once, and the processes that a worker started end with it.  A second
+Ctrl-C kills the workers.  After the first, the tracebacks of the workers' KeyboardInterrupts are not shown.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
-import secrets
 import selectors
 import signal
-import socket
 import sys
 import threading
 import time
@@ -30,17 +28,16 @@ from types import FrameType
 from typing import BinaryIO
 
 from telegrad.errors import UsageError
+from telegrad.launch.environment import job_environment, worker_environment
 from telegrad.launch.lines import LineSplitter
 from telegrad.launch.process import WorkerProcess
 
-__all__ = ["free_port", "job_environment", "run_workers", "worker_environment"]
+__all__ = ["run_workers"]
 
-LOOPBACK = "127.0.0.1"
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TRACEBACK_BEGINS = (b"Traceback (most recent call last)", b"Exception ignored in")
 HELD_LINES = 1000  # of a worker's stderr after an interrupt
 DRAIN_SECONDS = 2.0  # how long output may still come after the last worker ended
-_NOT_EPHEMERAL = range(20_000, 32_768)  # Linux gives an outgoing connection a port above, perhaps before a worker does
 
 
 def run_workers(
@@ -107,94 +104,8 @@ def run_workers(
         return launcher.run()
 
 
-def job_environment(base: Mapping[str, str], workers: int, master_port: int | None = None) -> dict[str, str]:
-    """Returns the environment that all workers of one job on this host share.
-
-    It has the place where they meet (``MASTER_ADDR``, ``MASTER_PORT``), their number (``WORLD_SIZE``,
-    ``LOCAL_WORLD_SIZE``) and ``TELEGRAD_SECRET``, a new one unless ``base`` has one. For several workers it also has
-    ``OMP_NUM_THREADS=1`` and a ``PYTHONBREAKPOINT`` that explains why no debugger opens, unless ``base`` has these.
-
-    Args:
-        base (Mapping): The environment to start from.
-        workers (int): The number of workers.
-        master_port (int, optional): The port on which the workers meet (default: a free one).
-
-    Returns:
-        A new dict.
-
-    Raises:
-        UsageError: The port cannot be used.
-    """
-    job = {key: value for key, value in base.items() if not key.startswith("TORCHELASTIC_")}
-    job["WORLD_SIZE"] = job["LOCAL_WORLD_SIZE"] = str(workers)
-    job["MASTER_ADDR"] = LOOPBACK
-    job["MASTER_PORT"] = str(free_port(master_port or 0))
-    job["TELEGRAD_SECRET"] = base.get("TELEGRAD_SECRET") or secrets.token_hex(32)
-    if workers > 1:
-        job.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-        job.setdefault("PYTHONBREAKPOINT", "telegrad.launch.process.refuse_breakpoint")
-    return job
-
-
-def worker_environment(job: Mapping[str, str], rank: int) -> dict[str, str]:
-    """Returns the environment of one worker: that of the job, with ``RANK`` and ``LOCAL_RANK``.
-
-    Args:
-        job (Mapping): What :func:`job_environment` gave.
-        rank (int): The rank of the worker.
-
-    Returns:
-        A new dict.
-
-    Example::
-
-        >>> from telegrad.launch import job_environment, worker_environment
-        >>> environment = worker_environment(job_environment({}, workers=2), rank=1)
-        >>> environment["RANK"], environment["WORLD_SIZE"], environment["MASTER_ADDR"]
-        ('1', '2', '127.0.0.1')
-    """
-    return {**job, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-
-
-def free_port(port: int = 0) -> int:
-    """Finds a TCP port on loopback that no other process listens on.
-
-    Nothing holds the port until a worker uses it.
-
-    Args:
-        port (int, optional): The port to check; 0 for any free one (default: 0).
-
-    Returns:
-        The port.
-
-    Raises:
-        UsageError: The port is in use, or no port at all.
-    """
-    if not 0 <= port <= 65535:
-        raise UsageError(f"{port} is not a port; choose one from 1 to 65535")
-    if port:
-        return _port_to_listen_on(port)
-    for _ in range(20):
-        with contextlib.suppress(UsageError):
-            return _port_to_listen_on(secrets.choice(_NOT_EPHEMERAL))
-    return _port_to_listen_on(0)
-
-
-def _port_to_listen_on(port: int) -> int:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-            probe.listen()  # on Linux two sockets may bind one port with SO_REUSEADDR, but only one may listen
-        except OSError as error:
-            raise UsageError(
-                f"cannot use port {port} on {LOOPBACK}: {error.strerror}; leave the port out and a free one is chosen"
-            ) from error
-        return int(probe.getsockname()[1])
-
-
 class _Sink:
-    """Where lines go: a stream, and whether it wants colour."""
+    """An output stream for lines, and whether they are coloured."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -203,24 +114,24 @@ class _Sink:
         self.broken = False
 
     def say(self, message: str) -> None:
-        """A line of the launcher's own."""
+        """Writes a line of the launcher itself."""
         self.write("telegrad", "1", [message.encode()])
 
     def write(self, name: str, colour: str, lines: list[bytes]) -> None:
-        """Write whole lines, each with its prefix, in one go."""
+        """Writes whole lines, each with its prefix, in one write."""
         if self.broken or not lines:
             return
-        # The leading 0 ends whatever colour the line before left switched on.
+        # The leading 0 resets a colour that the previous line left on.
         prefix = f"\x1b[0;{colour}m{name} |\x1b[0m " if self._colour else f"{name} | "
         try:
             self._stream.write(b"".join(prefix.encode() + line + b"\n" for line in lines))
             self._stream.flush()
-        except BrokenPipeError:  # the reader went away, as `| head` does
+        except BrokenPipeError:  # the reader is gone, as with `| head`
             self.broken = True
 
 
 class _Pipe:
-    """One output of one worker, on its way to a sink."""
+    """Copies one output of one worker to a sink."""
 
     def __init__(self, worker: WorkerProcess, fd: int, sink: _Sink) -> None:
         self._worker, self._fd, self._sink = worker, fd, sink
@@ -228,23 +139,23 @@ class _Pipe:
         self._held: collections.deque[bytes] | None = None  # the first traceback after an interrupt, and what follows
 
     def read(self, before_showing: Callable[[], None]) -> bool:
-        """Take what is there; False at the end."""
+        """Copies the bytes that are available; False at the end."""
         data = os.read(self._fd, 1 << 16)
         before_showing()
         self._emit(self._splitter.feed(data, time.monotonic()))
         return bool(data)
 
     def flush(self) -> None:
-        """Pass on a last line without an end."""
+        """Copies a last line that has no line end."""
         self._emit(self._splitter.close())
 
     def hold_tracebacks(self) -> None:
-        """From now on show lines only until a traceback begins; ``release`` decides about the rest."""
+        """From now on shows lines only until a traceback begins; ``release`` shows or drops the rest."""
         if self._held is None:
             self._held = collections.deque(maxlen=HELD_LINES)
 
     def release(self) -> None:
-        """Show what was held: all of it if the worker succeeded, the last line if it failed in its own way."""
+        """Shows the held lines: all if the worker succeeded, the last one if it failed other than by the interrupt."""
         held, self._held = self._held, None
         if held and self._worker.killed_by == 0:
             self._emit(list(held) if self._worker.exit_code == 0 else [held[-1]])
@@ -280,16 +191,16 @@ class _Launcher:
 
     @contextlib.contextmanager
     def in_charge(self) -> Iterator[None]:
-        """While this lasts, signals that would end the launcher go to the workers; after it, no worker is left."""
+        """Inside, signals that would end the launcher go to the workers; at the end, remaining workers are killed."""
         wanted: list[signal.Signals] = []
-        if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers on the main thread only
             wanted = [signum for signum in FORWARDED if signal.getsignal(signum) is not signal.SIG_IGN]  # nohup
         before = {signum: signal.signal(signum, self._on_signal) for signum in wanted}
         try:
             yield
         finally:
             for worker in self._workers:
-                worker.send(signal.SIGKILL)  # if it has ended: whatever it started and left behind
+                worker.send(signal.SIGKILL)  # if it has ended: the processes that it started and left running
             for worker in self._workers:
                 worker.close()
             for signum, handler in before.items():
@@ -298,7 +209,7 @@ class _Launcher:
             os.close(self._wake)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        # Pass it on right here: the loop may be blocked by a reader of our output that has stopped reading.
+        # Passed on in the handler: the loop may be blocked by a reader of the output that has stopped reading.
         again = signum == signal.SIGINT and signum in self._received
         self._received.append(signal.SIGKILL if again else signum)
         self._hold_tracebacks()
@@ -332,7 +243,7 @@ class _Launcher:
         self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._on_exit(worker))
 
     def run(self) -> int:
-        """Until every worker has ended and every pipe is drained."""
+        """Runs until every worker has ended and every pipe is drained."""
         while len(self._selector.get_map()) > 1:  # more than the wake-up
             timeout = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             ready = self._selector.select(timeout)
@@ -365,7 +276,7 @@ class _Launcher:
         return self._out.broken or self._err.broken
 
     def _react(self) -> None:
-        """Decide what the last events mean for the workers that still run."""
+        """Decides what to do with the workers that still run, after the last events."""
         self._announce()
         running = self._running
         if not running:
@@ -396,11 +307,11 @@ class _Launcher:
                 self._deadline = time.monotonic() + self._grace
 
     def _threat(self, running: list[WorkerProcess], name: str = "") -> str:
-        at_once = ", at once if you interrupt again" if name == "SIGINT" else ""
+        at_once = ", immediately if you interrupt again" if name == "SIGINT" else ""
         return f" (SIGKILL in {self._grace:g} s{at_once})" if running else ""
 
     def _give_up(self) -> bool:
-        """The deadline has passed: kill what still runs and wait for its last output; the second time, leave."""
+        """The deadline has passed: kills what still runs and waits for its last output; the second time, leaves."""
         if self._killed:
             return False
         self._killed = True

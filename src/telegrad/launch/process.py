@@ -1,4 +1,4 @@
-"""One worker process: the leader of a process group, and dead when its launcher is."""
+"""One worker process: it leads a process group, and the kernel kills it when its launcher dies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class WorkerProcess:
-    """One worker process, and what the launcher knows of it."""
+    """One worker process and its state."""
 
     def __init__(self, rank: int, label: str, command: Sequence[str], env: Mapping[str, str]) -> None:
         self.rank = rank
@@ -52,7 +52,7 @@ class WorkerProcess:
             pass
 
     def note_exit(self) -> None:
-        """Read how it ended and leave the zombie, so that the process group's id cannot be given to a stranger."""
+        """Reads how it ended and leaves the zombie, so that the process group's id is not given to another process."""
         status = os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
         assert status is not None
         if status.si_code == os.CLD_EXITED:
@@ -70,7 +70,7 @@ class WorkerProcess:
             pipe.close()
 
     def describe(self) -> str:
-        """How it failed, in half a sentence."""
+        """A clause that says how it failed."""
         who = f"{self.name} (rank {self.rank})"
         if self.killed_by:
             named = self.killed_by in set(signal.Signals)  # real-time signals have numbers only
@@ -79,9 +79,9 @@ class WorkerProcess:
         return f"{who} failed: exit code {self.exit_code}"
 
     def hint(self) -> str:
-        """How to learn more."""
+        """A clause with a hint how to find the cause."""
         if self.killed_by == signal.SIGKILL:
-            return "; if nobody sent that signal, memory ran out: see the kernel's log (dmesg)"
+            return "; if that signal was not sent by a user, memory ran out: see the kernel's log (dmesg)"
         if self.killed_by:
             return "; run again with PYTHONFAULTHANDLER=1 to see the Python stack of a crash"
         return f"; what it printed is in the lines that begin with {self.name}"
@@ -100,8 +100,8 @@ def refuse_breakpoint(*args: object, **kwargs: object) -> NoReturn:
 def end_with(parent: int) -> Callable[[], None]:
     """A function for a child process to call, after which the kernel kills it when its parent dies.
 
-    It may run between fork and exec, where a child can wait for ever for locks of threads that it does not have.  So
-    everything is looked up here, beforehand, and the function makes two or three plain system calls.
+    It may run between fork and exec, where a child can wait forever for locks of threads that it does not have.  So
+    everything is looked up here, before the fork, and the function only makes two or three system calls.
     """
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     kill, getppid, leave = int(signal.SIGKILL), os.getppid, os._exit

@@ -1,4 +1,4 @@
-"""The state of a module without the values of the RemoteModules in it, for those who save and load each where it is."""
+"""The state of a module without the values of the RemoteModules in it, which their owners save and load."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def parse(place: str | torch.device) -> tuple[str | int | None, torch.device]:
 
 
 def has_device_map(route: Route) -> bool:
-    """Whether the options of this worker say where tensors of an accelerator go over there."""
+    """Whether this worker has a device map for that worker."""
     accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")
     return any(goes(route, torch.device(accelerator.type, i)) for i in range(max(torch.accelerator.device_count(), 1)))
 

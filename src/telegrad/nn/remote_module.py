@@ -30,10 +30,10 @@ class RemoteModule(Refusals, nn.Module):
     parameters stay there: ``remote_parameters()`` gives references to them, for a ``DistributedOptimizer``.
 
     It can be a part of a local module. The parent's ``parameters()`` are those that are here, and ``to()`` and the like
-    change only them: the optimizer gets ``remote_parameters()`` as well. ``train()`` and ``eval()`` reach over there.
+    change only them: the optimizer gets ``remote_parameters()`` as well. ``train()`` and ``eval()`` change both.
     The parent's ``state_dict()`` has copies of the remote values, under the names that a local module would give them,
     so that a checkpoint fits the same model on any placement; its ``load_state_dict()`` sends each remote part its
-    share, which that takes as a whole or not at all.
+    share, which is loaded as a whole or not at all.
 
     It can be sent to other workers in calls: they get another handle on the same module. The module lives until the
     last handle is gone. If its worker is lost, calls raise ``WorkerLostError``. Methods of ``nn.Module`` that have no
@@ -148,7 +148,7 @@ class RemoteModule(Refusals, nn.Module):
     # --- using it -----------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module over there and returns its result; ``module(...)`` does the same.
+        """Runs the module on its worker and returns the result; ``module(...)`` does the same.
 
         If the module is not on the CPU, tensors among the arguments go to its device first. Tensors of the result come
         back to the CPU, unless a device map says where they go.
@@ -163,11 +163,11 @@ class RemoteModule(Refusals, nn.Module):
         Raises:
             Exception: What the module raised, or what :func:`telegrad.rpc.rpc_sync` raises.
         """
-        self.module_rref._check_job()  # for the call only names the module, and nobody else would notice
+        self.module_rref._check_job()  # the call only names the module, so a lost reference is noticed only here
         return rpc_sync(self.on, self._function, (*self._first, *args), kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """As :meth:`forward`, but returns a future at once.
+        """As :meth:`forward`, but returns a future and does not wait.
 
         Args:
             *args (Any): Arguments for the module.
@@ -187,7 +187,7 @@ class RemoteModule(Refusals, nn.Module):
         """
         self.module_rref._check_job()
         future = rpc_async(self.on, self._function, (*self._first, *args), kwargs)
-        future.keeps = self.module_rref  # type: ignore[attr-defined]  # for the call only names the module
+        future.keeps = self.module_rref  # type: ignore[attr-defined]  # the call only names the module
         return future
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Tensor]]:
@@ -206,7 +206,7 @@ class RemoteModule(Refusals, nn.Module):
         return references
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """Returns the reference to the module itself, with which functions can be run on it, over there.
+        """Returns the reference to the module itself, which functions that run on its worker can use.
 
         Returns:
             An RRef.
@@ -223,7 +223,7 @@ class RemoteModule(Refusals, nn.Module):
         return self.module_rref
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of the module over there; ``eval()`` does so too.
+        """Sets the mode of the module on its worker; ``eval()`` does so too.
 
         ``training`` of a handle is what this handle has set last: it does not see what others set.
 
@@ -250,9 +250,9 @@ class RemoteModule(Refusals, nn.Module):
     # --- its state ----------------------------------------------------------------------------------------------
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Returns copies of the values over there, on the CPU, under the names that a local module would give them.
+        """Returns copies of the module's values, on the CPU, under the names that a local module would give them.
 
-        No step of a ``DistributedOptimizer`` runs on that worker meanwhile.
+        No step of a ``DistributedOptimizer`` runs on that worker at the same time.
 
         Args:
             destination (dict, optional): A dict to add them to, as in torch.
@@ -278,7 +278,7 @@ class RemoteModule(Refusals, nn.Module):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Sets the values over there: all of them, or none if they do not fit.
+        """Sets the module's values on its worker: all of them, or none if they do not fit.
 
         Args:
             state_dict (dict): What ``state_dict()`` gave, of this module or of a local one.
@@ -315,7 +315,7 @@ class RemoteModule(Refusals, nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """What ``load_state_dict`` of a parent calls; it decides what to make of names that do not fit."""
+        """Called by ``load_state_dict`` of a parent, which handles names that do not fit."""
         if prefix + REMOTE in state_dict:  # from an OwnState
             return
         own = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
@@ -332,7 +332,7 @@ class RemoteModule(Refusals, nn.Module):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """For parents of this module, which give a ``memo``: it is itself, and has no parts here.
+        """For parents of this module, which pass a ``memo``: yields this module alone, which has no parts here.
 
         Args:
             memo (set): The modules that the parent has seen.
@@ -353,7 +353,7 @@ class RemoteModule(Refusals, nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """For those who go through the modules of a parent, as DDP does: this module has no parameters here.
+        """For code that visits the modules of a parent, as DDP does: this module has no parameters here.
 
         Args:
             prefix (str, optional): As in torch.
@@ -371,7 +371,7 @@ class RemoteModule(Refusals, nn.Module):
         return iter(())
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """What ``to()`` and its like of a parent call: there is nothing here to change."""
+        """Called by ``to()`` and similar methods of a parent.  Changes nothing: there are no tensors here."""
         return self
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -389,14 +389,14 @@ class RemoteModule(Refusals, nn.Module):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module_name} on '{self.on}/{self.device}')"
 
-    # --- on its way ---------------------------------------------------------------------------------------------
+    # --- sending it ---------------------------------------------------------------------------------------------
 
     def __reduce__(self) -> Any:
         return _handle, (type(self), Passenger(self.module_rref), self.device, self._module_name, self.training)
 
 
 class Passenger:
-    """The reference of a module inside a call; in any other pickle it says what it belongs to."""
+    """The reference of a module inside a call; in any other pickle it raises an error that names the RemoteModule."""
 
     def __init__(self, rref: RRef[nn.Module]) -> None:
         self._rref = rref

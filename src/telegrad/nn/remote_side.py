@@ -1,4 +1,4 @@
-"""What runs on the worker that holds a module."""
+"""The functions of a RemoteModule that run on the worker that holds the module."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def forward_on(rref_id: tuple[int, int], device: str, caller: int, /, *args: Any
 def _held(rref_id: tuple[int, int]) -> nn.Module:
     """A module to which the caller holds a reference for as long as its call runs.
 
-    So the call can name it: to send the reference, and count one more handle on both sides, would make 280 us of 100.
+    So the call can name it by its id.  Sending the reference, which both sides would count, takes 280 us instead of
+    100.
     """
     module: nn.Module = current_worker().references.owned(GlobalId(*rref_id)).get()
     return module
@@ -94,17 +95,17 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 def get_state(module_rref: Module) -> tuple[State, State]:
     """The state, and the versions that torch keeps beside it."""
-    # Not under the lock, for parts of the module may be asked for theirs over RPC, on this very worker too.
+    # Not under the lock: remote parts of the module are read over RPC, possibly from this worker.
     state = module_rref.local_value().state_dict()
-    with current_worker().autograd.swapping:  # no step of an optimizer changes anything meanwhile
+    with current_worker().autograd.swapping:  # no step of an optimizer runs at the same time
         values = {name: sendable(value) for name, value in state.items()}
-        # In one go: what shares memory still does.
+        # In one call, so that tensors that share memory still share it.
         values |= copy.deepcopy({name: value for name, value in values.items() if isinstance(value, Tensor)})
     return values, dict(getattr(state, "_metadata", {}))
 
 
 def set_state(module_rref: Module, given: State, metadata: State | None, strict: bool) -> tuple[list[str], list[str]]:
-    """All of it or nothing; the names that were missing, and those that were too many.
+    """Loads a state as a whole or not at all; returns the missing and the unexpected names.
 
     Without metadata, the state is taken to be of the versions that run here.
     """
@@ -113,7 +114,7 @@ def set_state(module_rref: Module, given: State, metadata: State | None, strict:
     state: Any = OrderedDict(given)
     state._metadata = getattr(own, "_metadata", {}) if metadata is None else metadata
     if _fits(own, state) and _is_plain(module):
-        # Without a copy, for a table may fill half of the memory.
+        # Without a copy: an embedding table may fill half of the memory.
         missing, unexpected = module.load_state_dict(state, strict)
         return missing, unexpected
     before = copy.deepcopy(own)
@@ -130,7 +131,7 @@ def set_state(module_rref: Module, given: State, metadata: State | None, strict:
 def _fits(own: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     """Whether names and shapes are the same, so that torch finds nothing wrong half-way.
 
-    If not, only the module itself can tell what that means: it may know other names, of an older version.
+    If not, only the module itself can decide: it may accept the names of an older version.
     """
     if own.keys() != given.keys() or any(map(is_lazy, own.values())):
         return False
@@ -138,7 +139,7 @@ def _fits(own: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether no part of it has code of its own for loading a state, which could raise half-way."""
+    """Whether no part of the module has its own code for loading a state, which could raise half-way."""
     return all(
         type(part)._load_from_state_dict is nn.Module._load_from_state_dict
         and type(part).set_extra_state is nn.Module.set_extra_state
@@ -149,7 +150,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _restore(module: nn.Module, own: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-    """Sets what was there before.  The tensors directly, for the hook that has raised may do so again."""
+    """Restores the previous state.  Tensors are set directly, because the hook that raised may raise again."""
     with torch.no_grad():
         for name, value in before.items():
             if isinstance(value, Tensor) and not is_lazy(value):

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from telegrad.errors import UsageError
 
 _THERE = "let worker {on!r} do it: rpc_sync({on!r}, function, (remote.get_module_rref(),))"
-_BUILT = "what the module is made of, its class decides on worker {on!r}: do it in a constructor"
+_BUILT = "the parts of the module are made on worker {on!r}: change them in the constructor of its class"
 _PLACED = "it stays where the constructor put it: make another one with remote_device='{on}/...'"
 _PARAMETERS = "they are on worker {on!r}: take remote_parameters(), which gives an RRef to each"
 _HOOK = "a hook runs where its tensors are; " + _THERE
@@ -28,7 +28,7 @@ INSTEAD = {
     **dict.fromkeys(("__copy__", "__deepcopy__"), _COPY),
     "set_submodule": _BUILT,
     "zero_grad": "the gradients are in a context, and each context has its own: there is nothing to zero",
-    "share_memory": "it is on worker {on!r}: send this RemoteModule, or get_module_rref(), to who is to use it",
+    "share_memory": "it is on worker {on!r}: send this RemoteModule, or get_module_rref(), to the workers that use it",
     "extra_repr": "repr() shows the class, the worker and the device; " + _THERE,
 }
 

@@ -136,7 +136,7 @@ def _cut(context_id: int, references: Sequence[RRef[Any]], value: float) -> None
     for parameter, gradient in _own(context_id, references):
         assert context is not None
         if gradient.is_sparse:
-            cut = gradient.coalesce()  # else the parts of a sum would be cut
+            cut = gradient.coalesce()  # the parts of a sum must not be clipped one by one
             cut = torch.sparse_coo_tensor(
                 cut.indices(), cut.values().clamp(-value, value), cut.shape, is_coalesced=True, check_invariants=False
             )
@@ -150,5 +150,5 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
-    """In which a norm is added up, so that the order of the workers does not show."""
+    """The dtype in which a norm is summed, so that the order of the workers makes no difference."""
     return torch.complex128 if tensor.is_complex() else torch.float64

@@ -1,8 +1,8 @@
 """An optimizer whose parameters live on many workers.
 
-It is driven from one worker and works on all: each owner has an ordinary ``torch.optim`` optimizer for its own
-parameters, and a step is one call to each, all at once.  What a program sets here, a learning rate say, goes along with
-the next step, so that any ``torch.optim.lr_scheduler`` can drive it.
+It is driven from one worker.  Each owner has an ordinary ``torch.optim`` optimizer for its own parameters, and a step
+is one call to each owner, all at the same time.  Settings such as a learning rate are sent with the next step, so that
+any ``torch.optim.lr_scheduler`` works.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ``.grad`` is left as it was.
 
     It is a ``torch.optim.Optimizer``. Learning rates and other settings are in ``param_groups``: what a program, or a
-    scheduler of ``torch.optim.lr_scheduler``, changes there goes along with the next step. Its state is with the
+    scheduler of ``torch.optim.lr_scheduler``, changes there is sent with the next step. Its state is with the
     owners: ``state`` is empty, and :meth:`state_dict` collects it. It cannot be sent to another worker.
 
     Several drivers may have optimizers for the same parameters: steps on one worker come one after the other. With
@@ -67,7 +67,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         True
     """
 
-    # Of the base class this keeps the type, which torch's schedulers ask for; the base class itself wants tensors.
+    # The base class is there for torch's schedulers, which check the type.  Its constructor is not called: it takes
+    # tensors.
     def __init__(
         self, optimizer_class: Any, params_rref: Iterable[RRef[Tensor] | Group], *args: Any, **kwargs: Any
     ) -> None:
@@ -105,7 +106,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Makes one step on all owners, at the same time, with the gradients of a context.
 
         It takes the gradients that :meth:`accumulate` has kept as well. Parameters without a gradient stay as they are,
-        and so do owners that the context never came to. It returns when all owners are done.
+        and so do those of owners that took no part in the context. It returns when all owners are done.
 
         Args:
             context_id (int, optional): The context, inside of its ``with`` block. It may be left out after
@@ -291,7 +292,7 @@ def _groups(given: Iterable[Any]) -> list[Group]:
 
 
 def _checked_class(optimizer: Any) -> Any:
-    """What the owners are told to make.  Classes of ``torch.optim`` are sent by name, which needs no pickle."""
+    """The class that the owners make.  Classes of ``torch.optim`` are sent by name, which needs no pickle."""
     if isinstance(optimizer, torch.optim.Optimizer):
         kind = type(optimizer).__name__
         raise UsageError(
@@ -308,7 +309,7 @@ def _checked_class(optimizer: Any) -> Any:
 
 
 def _share(groups: Sequence[Group], owner: str) -> list[Group]:
-    """What of the groups an owner has; all groups, so that they have the same number everywhere."""
+    """The parameters of each group that one owner has; also empty groups, so that all owners number them alike."""
     return [{**group, "params": [rref for rref in group["params"] if rref.owner_name() == owner]} for group in groups]
 
 

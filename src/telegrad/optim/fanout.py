@@ -1,4 +1,4 @@
-"""Asking all owners of some parameters at once."""
+"""Calls a function on all owners of some parameters at the same time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError, Worker
 
 
 def checked(parameters: Iterable[Any], what: str) -> list[RRef[Tensor]]:
-    """References, as the caller promised."""
+    """The parameters as a list; raises ``UsageError`` unless all are RRefs."""
     if isinstance(parameters, RRef | Tensor):
         raise UsageError(f"{what} takes a list of RRefs, not a single {type(parameters).__name__}")
     found = list(parameters)
@@ -29,7 +29,7 @@ def checked(parameters: Iterable[Any], what: str) -> list[RRef[Tensor]]:
 
 
 def by_owner(parameters: Sequence[RRef[Tensor]]) -> dict[str, list[int]]:
-    """Which of them, by index, each owner has."""
+    """For each owner, the indices of its parameters."""
     owners: dict[str, list[int]] = {}
     for index, parameter in enumerate(parameters):
         owners.setdefault(parameter.owner_name(), []).append(index)
@@ -37,7 +37,7 @@ def by_owner(parameters: Sequence[RRef[Tensor]]) -> dict[str, list[int]]:
 
 
 def check_context(context_id: Any) -> None:
-    """Here, so that not every owner has to say the same."""
+    """Raises ``UsageError`` on the driver, so that not every owner raises the same."""
     if not isinstance(context_id, int) or isinstance(context_id, bool):
         raise UsageError(f"a context is named by the number that `with context() as number` gives, not {context_id!r}")
     current_worker().autograd.registry.check(context_id)
@@ -49,9 +49,9 @@ def ask_all(
     timeout: float = UNSET_TIMEOUT,
     own: Callable[[], Any] | None = None,
 ) -> dict[str, Any]:
-    """Calls it on all these workers at once, and waits for all; the errors of all come out as one.
+    """Calls a function on all these workers at the same time, and waits for all; their errors become one.
 
-    ``own`` is run by this thread while the others work; its result or error is that of this worker.
+    ``own`` runs on this thread meanwhile, for this worker.
     """
     here = current_worker()
     results: dict[str, Any] = {}
@@ -69,7 +69,7 @@ def ask_all(
             _note(worker, partial(here.agent.wait, call), results, errors)
             del calls[worker]
     finally:
-        for call in calls.values():  # nobody will wait for them: an argument could not be sent, or a Ctrl-C came
+        for call in calls.values():  # they will not be waited for: an argument could not be sent, or a Ctrl-C came
             here.agent.give_up(call)
     if len(errors) == 1:
         raise next(iter(errors.values()))
@@ -86,7 +86,7 @@ def _note(worker: str, ask: Callable[[], Any], results: dict[str, Any], errors: 
 
 
 def local_tensors(references: Sequence[RRef[Any]]) -> list[Tensor]:
-    """On the owner: what they refer to."""
+    """On the owner: the tensors of these references."""
     tensors = []
     for reference in references:
         value = reference.local_value()

@@ -1,4 +1,4 @@
-"""What runs on an owner: its part of a ``DistributedOptimizer``."""
+"""The part of a ``DistributedOptimizer`` that runs on an owner."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _in_place(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
 
 
 def gradients_of(context_id: int, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """What these parameters got in a context; nothing where it has never come, but an error if it has ended."""
+    """The gradients of these parameters in a context; none if this worker took no part, an error if it has ended."""
     return current_worker().autograd.registry.gradients_for(context_id, parameters)
 
 

@@ -3,11 +3,12 @@
 The names, signatures and behaviour are those of ``torch.distributed.rpc``; a program moves over by changing its
 imports.
 
-* :func:`init_rpc`, :func:`shutdown`: join a job and leave it (``options``, ``stores``, ``rendezvous``, ``network``)
+* :func:`init_rpc`, :func:`shutdown`: join a job and leave it (``joining``, and below it
+  ``options``, ``stores``, ``rendezvous``, ``network``)
 * :func:`rpc_sync`, :func:`rpc_async`, :func:`remote`: run a callable on a worker (``calls``)
 * :class:`RRef`: a counted reference to a value that lives on its owner
-* :func:`get_worker_info`, :class:`WorkerInfo`: who is who
-* :mod:`functions`: ``async_execution``, for functions that answer when a future of theirs is done
+* :func:`get_worker_info`, :class:`WorkerInfo`: the names and ids of workers
+* :mod:`functions`: ``async_execution``, for functions that answer when the future that they return is done
 * :func:`export`: functions that may be called where pickle is switched off
 """
 
@@ -27,7 +28,7 @@ from telegrad.rpc.api import (
 from telegrad.rpc.calls import remote, rpc_async, rpc_sync
 from telegrad.rpc.options import RpcBackendOptions
 
-#: The name under which programs written for ``torch.distributed.rpc`` know the options.
+#: The name of the options in ``torch.distributed.rpc``.
 TensorPipeRpcBackendOptions = RpcBackendOptions
 
 __all__ = [

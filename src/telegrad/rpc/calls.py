@@ -78,7 +78,7 @@ def rpc_sync(
             function may have run, in part or completely.
         SerializationError: An argument or the result cannot be sent, or the function was not found on the callee.
         UnknownWorkerError: The job has no such worker.
-        UsageError: An argument of ``rpc_sync`` makes no sense, or a tensor is on a device without a device map.
+        UsageError: An argument of ``rpc_sync`` is not valid, or a tensor is on a device without a device map.
         NotInitializedError: ``init_rpc`` was not called, or ``shutdown`` was.
 
     Example::
@@ -119,8 +119,8 @@ def rpc_async(
     """Starts ``func(*args, **kwargs)`` on worker ``to`` and returns a future of its result.
 
     It does not wait for the function, but the first call to a worker waits until it is connected. When it returns, the
-    arguments have been sent or copied, and the caller may change its tensors. Apart from the future, everything that
-    :func:`rpc_sync` says holds here too.
+    arguments have been sent or copied, and the caller may change its tensors. What the documentation of
+    :func:`rpc_sync` says of arguments, gradients and devices holds here too.
 
     Args:
         to (str, int or WorkerInfo): The worker that runs the function: its name, its rank, or its ``WorkerInfo``.
@@ -139,7 +139,7 @@ def rpc_async(
     Raises:
         SerializationError: An argument cannot be sent. This and the following are raised here, not by the future.
         UnknownWorkerError: The job has no such worker.
-        UsageError: An argument of ``rpc_async`` makes no sense, or a tensor is on a device without a device map.
+        UsageError: An argument of ``rpc_async`` is not valid, or a tensor is on a device without a device map.
         NotInitializedError: ``init_rpc`` was not called, or ``shutdown`` was.
 
     Example::
@@ -179,8 +179,8 @@ def remote(
     """Starts ``func(*args, **kwargs)`` on worker ``to``, where its result stays, and returns a reference to the result.
 
     It does not wait for the function, but the first call to a worker waits until it is connected. The result need not
-    be anything that can be sent: it is never copied until :meth:`RRef.to_here` asks for a copy. It lives on ``to``
-    until the last reference to it, on any worker, is gone.
+    be anything that can be sent: it is copied only by :meth:`RRef.to_here`. It lives on ``to`` until the last reference
+    to it, on any worker, is gone.
 
     The arguments are treated as :func:`rpc_sync` says. On the worker itself, ``remote`` copies the arguments, but the
     reference refers to the result itself.
@@ -201,7 +201,7 @@ def remote(
         RpcTimeoutError: No connection to the worker was made in time.
         SerializationError: An argument cannot be sent.
         UnknownWorkerError: The job has no such worker.
-        UsageError: An argument of ``remote`` makes no sense, or a tensor is on a device without a device map.
+        UsageError: An argument of ``remote`` is not valid, or a tensor is on a device without a device map.
         NotInitializedError: ``init_rpc`` was not called, or ``shutdown`` was.
 
     Example::

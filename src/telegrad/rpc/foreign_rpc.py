@@ -1,7 +1,7 @@
-"""Workers of torch's own RPC at telegrad's rendezvous: a job that was moved over only in part.
+"""Detects workers of torch's own RPC at telegrad's rendezvous, in a job of which only a part was moved over.
 
-The two cannot talk to each other, and each would wait for the other until its time is out.  But both leave marks in the
-same store: torch's under ``rpc_prefix_<n>/``, for its n-th job, where gloo writes ``0/<rank>``, and in a job of open
+The two cannot talk to each other, and each would wait for the other until its timeout.  But both write to the same
+store: torch's workers under ``rpc_prefix_<n>/``, for the n-th job, where gloo writes ``0/<rank>``, and in a job of open
 size the agent ``names/<rank>``.
 """
 
@@ -15,32 +15,37 @@ from telegrad._torch import TCPStore
 from telegrad.errors import RendezvousError
 from telegrad.rpc.stores import JobStore
 
-_GRACE = 3.0  # seconds: a program may use torch's RPC first, and telegrad's then
-_JOBS = 4  # of torch, whose marks are looked for
+_GRACE = 3.0  # seconds that the keys must exist: a program may use torch's RPC first, and telegrad's afterwards
+_JOBS = 4  # the first jobs of torch's RPC whose keys are looked for
 
 
-class Strangers:
-    """Looks for them while a worker waits for others.  ``store`` is without telegrad's prefix."""
+class TorchWorkers:
+    """Looks for workers of torch's RPC while this worker waits for others.
 
-    def __init__(self, store: JobStore, knock: Callable[[], object]) -> None:
+    Args:
+        store: The job's store, without telegrad's prefix.
+        count: Called once, if rank 0 is missing: see ``count_at_store``.
+    """
+
+    def __init__(self, store: JobStore, count: Callable[[], object]) -> None:
         self._store = store
-        self._knock = knock
-        self._knocked = False
+        self._count = count
+        self._counted = False
         self._since: dict[int, float] = {}
         self._next_look = time.monotonic() + 0.5
 
     def check(self, missing: Iterable[int]) -> None:
-        """Raises when one of the missing ranks turns out to be with torch's RPC."""
+        """Raises ``RendezvousError`` if one of the missing ranks runs torch's RPC."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + 0.5
         missing = list(missing)
-        if 0 in missing and not self._knocked:
-            self._knocked = True
-            self._knock()
+        if 0 in missing and not self._counted:
+            self._counted = True
+            self._count()
         for rank in missing:
-            if not _has_left_marks(self._store, rank):
+            if not _has_written(self._store, rank):
                 self._since.pop(rank, None)
             elif now - self._since.setdefault(rank, now) > _GRACE:
                 raise RendezvousError(
@@ -50,15 +55,16 @@ class Strangers:
                 )
 
 
-def _has_left_marks(store: JobStore, rank: int) -> bool:
+def _has_written(store: JobStore, rank: int) -> bool:
     keys = [f"rpc_prefix_{number}/{mark}/{rank}" for number in range(_JOBS) for mark in ("0", "names")]
     return any(store.has(key) for key in keys)
 
 
-def knock_at(store: JobStore, world_size: int | None) -> None:
-    """Lets torch's rank 0 go on, if it is one: it writes nothing before it has counted all workers at its store.
+def count_at_store(store: JobStore, world_size: int | None) -> None:
+    """Connects to the store as a worker of torch does, so that the store's server counts this worker.
 
-    The counter is out of reach but for those who connect in torch's way.  To others it is nothing.
+    If rank 0 runs torch's RPC, it writes to the store only after it has counted all workers.  For other servers the
+    connection has no effect.
     """
     raw = store.raw
     if not isinstance(raw, TCPStore) or world_size is None:
@@ -67,4 +73,4 @@ def knock_at(store: JobStore, world_size: int | None) -> None:
     try:
         TCPStore(raw.host, raw.port, world_size, False, timedelta(seconds=5), wait_for_workers=True)
     except RuntimeError:
-        pass  # it has gone, which others will notice
+        pass  # the server is gone: the next access to the store reports that

@@ -1,8 +1,8 @@
-"""The sockets of one worker: what it listens on, how it reaches the others, and how it knows who a peer is.
+"""The sockets of one worker: where it listens, how it connects to other workers, and how it identifies a peer.
 
-Within a host workers meet on Unix sockets, where the kernel says which process is at the other end.  Between hosts they
-meet on TCP with mutual TLS, where the certificate says it.  Both are compared with the peer's signed record.  Without a
-secret there is no TCP at all.
+Within a host workers use Unix sockets, on which the kernel reports the process at the other end.  Between hosts they
+use TCP with mutual TLS, which gives the certificate of the other end.  Both are compared with the peer's signed record.
+Without a secret there is no TCP.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from telegrad._transport.tls import Authority, load_authority, load_certificate,
 from telegrad.errors import AuthenticationError, RendezvousError, UsageError
 from telegrad.rpc.options import HOST_VARIABLE, RpcBackendOptions
 
-_MOST_LINKS = 2  # that a worker may make to another: one for its calls, and one if a signal handler dials meanwhile
+_MOST_LINKS = 2  # connections from one worker to another: one for its calls, and one if a signal handler dials too
 
 
 class Network:
-    """``key`` is the one that signs records; links are authenticated with another one, known when all have met."""
+    """``key`` signs records.  Links are authenticated with another key, which ``open`` gets when all have joined."""
 
     def __init__(self, identity: Identity, key: bytes, options: RpcBackendOptions, near: str) -> None:
         self.identity = identity
@@ -68,15 +68,15 @@ class Network:
             bound = _address_towards(near)  # it listens on all; the others need one
         self.addresses.append(Address("tcp", bound, port, certificate.fingerprint))
 
-    # --- others reach us ------------------------------------------------------------------------------------------
+    # --- incoming -------------------------------------------------------------------------------------------------
 
     def open(self, agent: Agent, link_key: bytes) -> None:
-        """The worker is ready, and has met the others: lets them in.  Connections made before wait in the kernel."""
+        """Starts to accept connections.  Those that were made before wait in the kernel."""
 
         def admit(stream: Stream, peer: Identity, credentials: Credentials) -> None:
             if agent.knows(peer.worker_id):
                 self._accept(agent, stream, peer, credentials)
-            else:  # a newcomer in a job of open size: the store has its record, and may be slow
+            else:  # a new worker in a job of open size: reading its record from the store may take long
                 agent.submit(self._accept_newcomer, agent, stream, peer, credentials)
 
         with self._lock:
@@ -123,7 +123,7 @@ class Network:
         if self._authority is not None and self._authority.names_workers:
             credentials.check_name(record.name)
 
-    # --- we reach others ------------------------------------------------------------------------------------------
+    # --- outgoing -------------------------------------------------------------------------------------------------
 
     def dial(self, agent: Agent, peer: Peer, timeout: float) -> Link:
         record = peer.record
@@ -150,7 +150,7 @@ class Network:
         )
 
     def check(self, me: WorkerRecord, other: WorkerRecord) -> None:
-        """A peer that can never be reached is an error at the start, and not at the first call."""
+        """Raises if a peer can never be reached, so that ``init_rpc`` fails and not the first call."""
         if other.host != me.host and not any(map(reachable, other.addresses)):
             raise RendezvousError(
                 f"worker {other.name!r} is on another host and serves its own host only, because it has no secret: "
@@ -168,7 +168,7 @@ class Network:
             listening.sock.close()
 
     def disown(self) -> None:
-        """In a forked child: gives up this process's descriptors."""
+        """In a forked child: closes this process's descriptors."""
         if self._listener is not None:
             self._listener.disown()
             return
@@ -177,7 +177,7 @@ class Network:
 
 
 def usable_transports(options: RpcBackendOptions) -> tuple[str, ...]:
-    """Without a secret a job stays on its host: anyone who reaches a TCP port could claim to be one of its workers."""
+    """Confines a job without a secret to its host: any process that reaches a TCP port could claim to be a worker."""
     if options.secret_bytes() is not None:
         return options.transports
     if "unix" not in options.transports:
@@ -185,14 +185,14 @@ def usable_transports(options: RpcBackendOptions) -> tuple[str, ...]:
     host = options.host or os.environ.get(HOST_VARIABLE)
     if host is not None and not is_loopback(host):
         raise UsageError(
-            f"refusing to listen on {host} without a secret, since anyone who reaches it could run code here: set "
-            "TELEGRAD_SECRET (or options.secret) to the same value on every worker"
+            f"refusing to listen on {host} without a secret, since any program that reaches it could run code here: "
+            "set TELEGRAD_SECRET (or options.secret) to the same value on every worker"
         )
     return ("unix",)
 
 
 def reachable(address: Address) -> bool:
-    """From another host."""
+    """The TCP address that other hosts can use for this worker."""
     return address.kind == "tcp" and not is_loopback(address.host)
 
 
@@ -217,7 +217,7 @@ def _listen_host(options: RpcBackendOptions, near: str) -> str:
 
 
 def _address_towards(near: str) -> str:
-    """This host's address on the way to ``near``; connecting a datagram socket sends nothing, but asks the routes."""
+    """This host's address on the route to ``near``.  Connecting a datagram socket finds the route and sends nothing."""
     if not near or is_loopback(near):
         return "127.0.0.1"
     try:
@@ -227,4 +227,4 @@ def _address_towards(near: str) -> str:
             found: str = probe.getsockname()[0]
             return found
     except OSError as error:
-        raise RendezvousError(f"no way to {near!r}: {error}. Name this host's own address in TELEGRAD_HOST") from error
+        raise RendezvousError(f"no route to {near!r}: {error}. Set TELEGRAD_HOST to this host's own address") from error

@@ -25,7 +25,7 @@ HOST_VARIABLE = "TELEGRAD_HOST"
 MIN_SECRET = 16  # characters
 
 _PREFIX = "TELEGRAD_"
-#: What follows the prefix in the names of the variables that a user may set.
+#: The names of the environment variables of options, without the prefix.
 _VARIABLES = (
     "NUM_WORKER_THREADS RPC_TIMEOUT SECRET TRANSPORTS HOST PORT TLS_CERTIFICATE TLS_KEY TLS_CA HEARTBEAT INIT_TIMEOUT "
     "ALLOW_PICKLE ALLOW_CLOUDPICKLE"
@@ -74,8 +74,8 @@ class RpcBackendOptions:
         device_maps (dict, optional): For each worker, by name, a map from devices of this worker to devices of that
             one, as in :meth:`set_device_map`.
         devices (list, optional): Accepted as in torch, and not needed.
-        secret (str or bytes, optional): What all workers of the job know and nobody else does; at least 16 random
-            characters. Without a secret the job is confined to one host and one user.
+        secret (str or bytes, optional): A text that only the workers of the job know; at least 16 random characters.
+            Without a secret the job is confined to one host and one user.
         transports (list, optional): Which of ``"unix"`` (within a host) and ``"tcp"`` may be used (default: both). TCP
             needs a secret.
         host (str, optional): The address on which this worker listens for workers of other hosts. By default it is the
@@ -87,7 +87,7 @@ class RpcBackendOptions:
         tls_key (path, optional): A PEM file with the key of the certificate, without a password.
         tls_ca (path, optional): A PEM file with the authority that has signed the certificates of all workers.
         heartbeat (float, optional): Seconds after which a host that does not respond counts as lost (default: 10). A
-            process that dies on a living host is noticed at once.
+            process that dies on a host that still runs is noticed immediately.
         init_timeout (float, optional): Seconds that ``init_rpc`` waits for the other workers (default: 300).
         allow_pickle (bool, optional): If False, this worker neither sends nor reads pickles: plain data, tensors and
             references can be sent, and others can call functions with :func:`export` and some operators of torch only
@@ -96,7 +96,7 @@ class RpcBackendOptions:
             callee does not run are not sent by value, and raise ``SerializationError`` (default: True).
 
     Raises:
-        UsageError: An option, or the environment variable that stands for it, has a value that makes no sense.
+        UsageError: An option, or its environment variable, has a value that is not valid.
 
     Example::
 
@@ -109,7 +109,7 @@ class RpcBackendOptions:
         telegrad.errors.UsageError: heartbeat must be more than 0 seconds
     """
 
-    #: What ``init_rpc`` makes; a subclass of the options may name a subclass of the worker.
+    #: The class of the worker that ``init_rpc`` makes; subclasses of the options may name a subclass.
     worker_type: type[Worker] = Worker
 
     def __init__(
@@ -172,9 +172,9 @@ class RpcBackendOptions:
             self.set_device_map(worker, device_map)
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Says where tensors of this worker's devices go on another worker. Several calls add up.
+        """Sets to which devices of another worker tensors of this worker's devices go. Several calls add up.
 
-        The map counts for tensors that this worker sends, as arguments and as results: for tensors that come back on a
+        The map applies to tensors that this worker sends, as arguments and as results: for tensors that come back on a
         device, the other worker needs a map for this one. Tensors of the CPU stay on the CPU, and need no map. Tensors
         of a device that is not in the map cannot be sent. They go by way of host memory.
 
@@ -232,7 +232,7 @@ class RpcBackendOptions:
 def warn_of_short_secret(secret: bytes | None) -> None:
     if secret is not None and len(secret) < MIN_SECRET:
         log.warning(
-            "the secret has %d characters only: anyone who can read the rendezvous can find it by guessing. Use at "
+            "the secret has %d characters only: a process that can read the rendezvous can find it by guessing. Use at "
             'least %d random ones, as from: python -c "import secrets; print(secrets.token_hex(32))"',
             len(secret),
             MIN_SECRET,
@@ -243,7 +243,7 @@ _warned_of: set[str] = set()
 
 
 def warn_of_unknown_variables() -> None:
-    """Once for each environment variable that looks like an option and is none."""
+    """Warns once of each environment variable that begins like an option but is none."""
     for variable in sorted(os.environ.keys() - _warned_of):
         name = variable.removeprefix(_PREFIX)
         if name == variable or name in _VARIABLES or name in _OWN_VARIABLES:
@@ -266,7 +266,7 @@ def _option(
     parse: Callable[[str], Any],
     check: Callable[[str, Any], None] = lambda name, value: None,
 ) -> Any:
-    """As given, else from the environment, else the default."""
+    """The value that was given, or else that of the environment, or else the default."""
     if value is not UNSET:
         check(name, value)
         return value
@@ -321,7 +321,7 @@ def _yes_or_no(text: str) -> bool:
 
 
 def _device(device: Device) -> torch.device:
-    """A number is a device of the accelerator, and torch refuses one where there is none."""
+    """The device that was given.  A number means a device of the accelerator; torch raises if there is none."""
     try:
         return torch.device(device)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Workers' records at the rendezvous: signed, checked field by field, and what the keys of a job are made of."""
+"""The signed records of workers in the store: encoding, checking field by field, and the keys of a job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def link_key(key: bytes, records: Sequence[WorkerRecord] | None) -> bytes:
 
 
 def digest_of(key: bytes, records: Sequence[WorkerRecord]) -> str:
-    """By which rank 0 tells the others which workers it has met."""
+    """The digest with which rank 0 confirms which workers it has met."""
     return hmac.digest(key, b"telegrad met" + _members(records), "sha256").hex()
 
 
@@ -102,8 +102,10 @@ def check_names(records: Sequence[WorkerRecord]) -> None:
 
 
 def check_on_this_host(record: WorkerRecord, host: str) -> None:
-    """In a job without a secret the store can be written by others: only a worker on this host is dialled, over its
-    Unix socket, where the kernel says who is at the other end."""
+    """Raises unless a worker of a job without a secret is on this host and listens on a Unix socket.
+
+    Other users can write to the store of such a job.  On a Unix socket the kernel reports the user of the other end.
+    """
     if record.host != host:
         raise RendezvousError(
             f"worker {record.name!r} is on another host and this job has no secret: set the same TELEGRAD_SECRET on "

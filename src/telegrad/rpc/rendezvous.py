@@ -1,10 +1,10 @@
 """How the workers of a job find each other.
 
-1. Each worker claims its rank and its name in the store; a second claimant is told who has it.
-2. Without a secret the store hands all of them one random token instead, and all must be on one host.
+1. Each worker claims its rank and its name in the store; for a second claimant, the error names the first one.
+2. Without a secret the workers share a random token from the store instead, and all must be on one host.
 3. Each publishes a record of itself, signed with the secret: where it listens, and the fingerprint of its certificate.
    The signature covers the key that the record is stored under.
-4. Each waits for the records of all ranks, and can say which ones are missing.
+4. Each waits for the records of all ranks; the error of a timeout names the missing ones.
 
 **Rounds.**  Under torchrun the store, and what dead workers wrote to it, outlives a restart, and nothing that the
 environment says is common to all workers of one attempt: each agent counts its own restarts.  So rank 0 opens a round
@@ -31,13 +31,13 @@ from telegrad._ids import MAX_WORKERS
 from telegrad._text import printable
 from telegrad._transport.handshake import derive_key
 from telegrad.errors import AuthenticationError, RendezvousError
-from telegrad.rpc.foreign_rpc import Strangers
+from telegrad.rpc.foreign_rpc import TorchWorkers
 from telegrad.rpc.records import SIGNATURE_BYTES, check_names, check_on_this_host, digest_of, read_record, sign
 from telegrad.rpc.stores import JobStore, StoreGoneError, malformed
 
 log = logging.getLogger("telegrad.rpc")
 
-_SILENT_SECONDS = 10.0  # after which a worker that waits for others says for whom
+_SILENT_SECONDS = 10.0  # between two log lines of a worker that waits for others
 _TOKEN = re.compile(r"[0-9a-f]{16,64}")
 _ROUND = "round"  # the key with the name of the newest round
 
@@ -48,17 +48,17 @@ class NewRoundError(RendezvousError):
 
 @dataclass
 class Meeting:
-    """The store of one job, as one worker sees it."""
+    """One worker's part in the rendezvous of a job."""
 
     store: JobStore
     rank: int
     name: str
     world_size: int | None
     timeout: float
-    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a worker knows its own claim again
+    mark: str = field(default_factory=lambda: secrets.token_hex(8))  # by which a worker recognises its own claim
 
-    strangers: Strangers | None = None
-    missing: list[int] = field(default_factory=list)  # the ranks that had not come at the last look
+    torch_workers: TorchWorkers | None = None
+    missing: list[int] = field(default_factory=list)  # the ranks without a record when the store was last read
     host: str | None = None  # where all workers must be, in a job without a secret
     rounds: JobStore | None = None  # where rank 0 announces rounds, under torchrun
     round: str = ""
@@ -86,7 +86,7 @@ class Meeting:
         self.store = rounds.under(self.round)
 
     def claim(self) -> None:
-        """Step 1: takes rank and name, or says who has them."""
+        """Step 1: claims rank and name, or raises an error that names their holder."""
         if self.rounds is None:
             self._claim_rank()
             self._claim_name()
@@ -94,7 +94,7 @@ class Meeting:
         if self.store.get(f"refused/{self.rank}") is not None:  # at an earlier try
             _quietly(lambda: self.store.delete(f"refused/{self.rank}"))
         if self.rounds is not None and self.rank != 0:
-            # These are of workers whose round this was.  When it is over, rank 0 opens a new one.
+            # The claims are of workers of this round.  When it is over, rank 0 opens a new one.
             ranks = range(self.world_size or 0)
             self._refused_before = {rank for rank in ranks if self.store.get(f"refused/{rank}") is not None}
         mine = "open" if self.world_size is None else "closed"
@@ -126,7 +126,7 @@ class Meeting:
         self._claimed.append(f"name/{self.name}")
 
     def give_up(self, reason: str) -> None:
-        """Frees what was claimed, for another try, and tells those who wait for this rank why it did not come."""
+        """Frees the claims for another try, and writes the reason, which workers that wait for this rank will raise."""
         if self._joined or self._claimed:
             _quietly(lambda: self.store.set(f"refused/{self.rank}", f"{self.name!r}: {reason}"))
         self.leave()
@@ -155,7 +155,7 @@ class Meeting:
         assert self.world_size is not None
         met: list[WorkerRecord] | None = None
         self.missing[:] = range(self.world_size)
-        # Asking again and again, because the stores complain on the terminal when a wait of theirs runs out.
+        # Polls: torch's stores print to the terminal when their own wait times out.
         wait = _Wait(
             self.timeout,
             self._deadline,
@@ -171,13 +171,13 @@ class Meeting:
                 met = self._look_for_confirmation(key)
             if met is not None:
                 return met
-            if self.strangers is not None and self.missing:
-                self.strangers.check(self.missing)
+            if self.torch_workers is not None and self.missing:
+                self.torch_workers.check(self.missing)
             if not wait.pause():
                 raise self._not_met(records)
 
     def _look(self, records: dict[int, WorkerRecord], key: bytes) -> list[WorkerRecord] | None:
-        """Adds the records that have come; returns them when they are complete."""
+        """Adds the records that were published; returns them when they are complete."""
         for rank in list(self.missing):
             record = self._read(rank, key)
             if record is not None:
@@ -192,11 +192,11 @@ class Meeting:
         return met
 
     def _look_and_confirm(self, records: dict[int, WorkerRecord], key: bytes) -> list[WorkerRecord] | None:
-        """Rank 0 of a round: also tells the others who is in it."""
+        """On rank 0 of a round: also confirms to the others which workers are in it."""
         met = self._look(records, key)
         if met is None:
             return None
-        if [self._read(record.worker_id, key) for record in met] != met:  # a worker was restarted meanwhile
+        if [self._read(record.worker_id, key) for record in met] != met:  # a worker was restarted since
             records.clear()
             self.missing[:] = range(len(met))
             return None
@@ -204,7 +204,7 @@ class Meeting:
         return met
 
     def _look_for_confirmation(self, key: bytes) -> list[WorkerRecord] | None:
-        """The other ranks of a round believe nothing in it before rank 0, which is alive then, has confirmed it."""
+        """On the other ranks of a round: uses the records only after rank 0, which is alive then, confirmed them."""
         assert self.rounds is not None
         assert self.world_size is not None
         if read_round(self.rounds) != self.round:
@@ -266,11 +266,11 @@ class Meeting:
         self.store.close()
 
     def _read(self, rank: int, key: bytes) -> WorkerRecord | None:
-        """The record of a rank, once it has one."""
+        """The record of a rank; None if it has none yet."""
         place = f"record/{rank}"
         text = self.store.get(place)
         if not text:
-            return None  # it has not come, or gave up
+            return None  # it has not joined, or gave up
         try:
             signed = bytes.fromhex(text)
         except ValueError:
@@ -286,7 +286,7 @@ class Meeting:
         return record
 
     def _token(self, key: str, size: int) -> str:
-        """A random token that all workers share: the first one's."""
+        """A random token that all workers share: that of the first worker that wrote one."""
         found = self.store.set_once(key, secrets.token_hex(size))
         if not _TOKEN.fullmatch(found):
             raise malformed(key, found)
@@ -300,9 +300,9 @@ class Meeting:
                 "restarted without its rank 0, or do two processes have the same rank?"
             )
         names = ", ".join(f"{records[rank].name!r} ({rank})" for rank in sorted(records))
-        here = f"; here are {names}" if names else ""
+        here = f"; joined are {names}" if names else ""
         text = (
-            f"{_ranks(self.missing)} of {self.world_size} did not come "
+            f"{_ranks(self.missing)} of {self.world_size} did not join "
             f"within {self.timeout:g} s{here}. Do all workers run, with the same address and world size?"
         )
         if self.host is not None:
@@ -318,7 +318,7 @@ def read_round(store: JobStore) -> str | None:
 
 
 class _Wait:
-    """Pauses between two looks at the store; logs now and then what is waited for."""
+    """Pauses between two reads of the store; logs every few seconds what the worker waits for."""
 
     def __init__(self, timeout: float, deadline: float, what: Callable[[], str]) -> None:
         self._what = what
@@ -328,7 +328,7 @@ class _Wait:
         self._pause = 0.002
 
     def pause(self) -> bool:
-        """Whether there is time for another look."""
+        """Sleeps, and returns whether there is time for another read."""
         now = time.monotonic()
         if now > self._deadline:
             return False

@@ -1,4 +1,4 @@
-"""torch's own stores, by URL: where the workers of a job first meet."""
+"""Opens torch's own stores by URL.  The workers of a job exchange their records in one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 log = logging.getLogger("telegrad.rpc")
 
-_GRACE = 1.0  # after its own timeout, in which torch has the first word
+_GRACE = 1.0  # seconds after torch's own timeout, so that torch's error is seen first
 _MAX_VALUE = 1 << 16  # bytes; the longest value that a worker writes is its record, of about 1 KB
 _BACKLOG = 512
 
@@ -39,7 +39,7 @@ class JobStore:
     """A part of torch's store, under a prefix.  Values are text.
 
     Once the server is gone, methods raise ``StoreGoneError`` without a call into torch, which would print a C++ stack.
-    ``watch`` is an idle connection to the server, by which this is noticed: the kernel closes it with the server.
+    ``watch`` is an idle connection to the server: the kernel closes it when the server ends.
     """
 
     def __init__(self, raw: Store, watch: socket.socket | None = None, prefix: str = "") -> None:
@@ -76,7 +76,7 @@ class JobStore:
         if self._watch.fileno() >= 0:
             poll.register(self._watch, select.POLLIN)
         if self._watch.fileno() < 0 or poll.poll(0):  # the server sends nothing on it: readable means closed
-            raise StoreGoneError("the rendezvous is gone, which rank 0 or the launcher served")
+            raise StoreGoneError("the rendezvous is gone: rank 0 or the launcher, which served it, has ended")
 
     def close(self) -> None:
         """Ends the watch.  The store, and the server in it, live for as long as ``raw`` is referenced."""
@@ -178,7 +178,7 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
             world_size,
             is_master=serves,
             timeout=timedelta(seconds=timeout),
-            wait_for_workers=False,  # we wait ourselves, and can say who is missing
+            wait_for_workers=False,  # telegrad waits itself, and names the missing ranks
             multi_tenant=not from_launcher,  # the process group of the same job may use the same port
             master_listen_fd=listen_fd,
         )
@@ -188,7 +188,7 @@ def _tcp_store(host: str, port: int, rank: int, world_size: int | None, timeout:
     try:
         if serves:
             return JobStore(_serve_on_loopback(host, port, connect) if local else connect())
-        # Wait for the server with a plain socket: torch's store would fill the terminal while it waits.
+        # Wait for the server with a plain socket: torch's store prints warnings while it waits.
         while (watch := _connection(host, port)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError
@@ -231,9 +231,9 @@ def _store_error(host: str, port: int, timeout: float, serves: bool, error: Base
 
 
 def _serve_on_loopback(host: str, port: int, connect: Callable[[int | None], TCPStore]) -> TCPStore:
-    """Torch itself would listen on all addresses, and lets anyone who connects read and write.
+    """Serves a store on loopback.  torch itself would listen on all addresses, and lets any client read and write.
 
-    A server that this process already has at that port, for its process group, say, is used as it is.  The constructor
+    A server that this process already has at that port, such as that of its process group, is used.  The constructor
     looks for one first; the descriptor -1 makes it fail when there is none.
     """
     try:
@@ -279,7 +279,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _within(timeout: float, action: Callable[[], T]) -> T:
-    """Runs something that may never return, as torch's stores do with a server that does not answer, on a thread."""
+    """Runs an action on a thread and waits ``timeout`` seconds: torch's stores may wait forever for a silent server."""
     outcome: Queue[T | BaseException] = Queue()
 
     def run() -> None:

@@ -20,7 +20,7 @@ from telegrad.testing.faults import Fault, Faults, FaultyStream, Kind
 
 
 class Cluster:
-    """Workers of one process that know each other and nothing else. Make it with :func:`cluster`, which also ends it.
+    """Several workers in one process. Make it with :func:`cluster`, which also ends it.
 
     ``workers["name"]`` and ``workers[0]`` are its workers; it can be iterated, and has a length.
 
@@ -69,8 +69,8 @@ class Cluster:
     def on(self, which: str | int) -> Iterator[Worker]:
         """Lets the calling thread act for one of the workers: inside, ``telegrad.rpc`` and the other modules work.
 
-        Functions that a worker runs for another act for it anyway. A thread that a program starts does not: it enters
-        this again.
+        Functions that a worker runs for another worker already act for it. A thread that the program starts does not:
+        enter this context manager on it again.
 
         Args:
             which (str or int): The name or the rank of the worker.
@@ -102,10 +102,10 @@ class Cluster:
         worker that made it, and the answers of the other.  Calls of a worker to itself have no faults.
 
         Args:
-            kind: ``"stall"``: the message, and all behind it on the same connection, is held back until
+            kind: ``"stall"``: the message, and all after it on the same connection, is held back until
                 ``faults.clear()``.  ``"delay"``: the same, for ``seconds``.  ``"cut"``: the connection ends after
                 ``bytes`` of the message, or after all of it if it is shorter; both workers take each other for lost,
-                as they would if the other process died.  ``"half-close"``: the message and all behind it is lost, and
+                as they would if the other process died.  ``"half-close"``: the message and all after it is lost, and
                 the receiver sees the end of the stream.  :meth:`kill` ends a worker, :meth:`cut` the connections
                 between two.
             types: The messages at which it happens, by name; all if none is given.  ``"Call"`` is a request of
@@ -213,11 +213,11 @@ def cluster(*names: str | int, graceful: bool = True, **options: Any) -> Iterato
     on the callee's threads. Inside ``with workers.on(name)`` the calling thread acts for a worker. Module-level
     variables are shared by all workers, since they are in one process.
 
-    At the end all workers shut down, gracefully unless an exception is under way.
+    At the end all workers shut down, gracefully unless the block raised an exception.
 
     Args:
         *names (str): The names of the workers; or one int, for so many workers ``worker0``, ``worker1``, ….
-        graceful (bool, optional): If False, the workers end at once (default: True).
+        graceful (bool, optional): If False, the workers do not wait for each other at the end (default: True).
         **options (Any): ``threads``, ``timeout``, ``heartbeat`` and ``allow_pickle``, which are ``num_worker_threads``,
             ``rpc_timeout``, ``heartbeat`` and ``allow_pickle`` of ``RpcBackendOptions``.
 

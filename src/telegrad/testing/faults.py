@@ -33,10 +33,10 @@ class Fault:
     """What happens to a connection at certain messages.  :meth:`Cluster.fault` makes one.
 
     Attributes:
-        kind (str): ``"stall"``: the message, and all behind it on the same connection, is held back until the faults
+        kind (str): ``"stall"``: the message, and all after it on the same connection, is held back until the faults
             are cleared.  ``"delay"``: the same, for ``seconds``.  ``"cut"``: the connection ends after ``bytes`` of the
             message, or after all of it if it is shorter; both workers see the end.  ``"half-close"``: the message and
-            all behind it is lost, and the receiver sees the end of the stream; the other direction stays open until
+            all after it is lost, and the receiver sees the end of the stream; the other direction stays open until
             the receiver closes it.
         types (tuple): The messages at which it happens, or their names; empty: any.
         sender (int, optional): The id of the worker that sends them; None: any.
@@ -135,7 +135,7 @@ class _Held(NamedTuple):
 
 
 class FaultyStream(SocketStream):
-    """The sending end of a connection from one worker to another, which looks at the messages that pass."""
+    """The sending end of a connection from one worker to another; applies the faults to the messages."""
 
     def __init__(self, sock: socket.socket, faults: Faults, sender: int, receiver: int) -> None:
         super().__init__(sock)
@@ -144,7 +144,7 @@ class FaultyStream(SocketStream):
         self._receiver = receiver
         self._unparsed = bytearray()  # of a frame that is not complete
         self._held: deque[_Held] = deque()
-        self._returned = 0  # bytes that have passed, but not through the socket: the link sends them again
+        self._returned = 0  # bytes that were processed but not taken by the socket: the link sends them again
         self._ended = False
         self._passing = threading.Lock()
         self._timer: threading.Timer | None = None

@@ -11,7 +11,7 @@
 torch's private name                       what stands in for it
 ========================================== ===========================================================================
 _get_current_rpc_agent, TensorPipeAgent    agent.TensorPipeAgent, which asks the worker
-_is_current_rpc_agent_set                  current.is_initialized
+_is_current_rpc_agent_set                  _current.is_initialized
 _init_rpc_backend                          joining._init_rpc_backend
 _set_rpc_timeout                           Worker.default_timeout
 _all_gather, _barrier, _wait_all_workers   gather.Gatherings, over rpc_sync and rpc_async
@@ -23,7 +23,7 @@ RRef._get_type, _get_future, _serialize    compat.rref.RRef
 PyRRef._deserialize                        compat.rref.RRef, which asks the worker that serialized it
 TensorPipeAgent.get_metrics                the worker's own counts
 PyRRef                                     compat.rref.RRef
-_use_rpc_pickler, _internal_rpc_pickler    wire.pickles, beside the calls
+_use_rpc_pickler, _internal_rpc_pickler    _wire.pickles, outside of calls
 enable_gil_profiling                       a line of the debug info
 _server_process_global_profile             nothing: it raises, and says what to use
 RemoteProfilerManager                      nothing: it raises, and says what to use

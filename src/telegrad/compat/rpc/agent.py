@@ -11,7 +11,7 @@ _measures_gil = [False]
 
 
 class RpcAgent:
-    """The base class of all agents, by torch's account."""
+    """The base class of all agents, as in torch."""
 
 
 class TensorPipeAgent(RpcAgent):

@@ -52,12 +52,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Whether a graceful shutdown says nothing of references that other workers still hold.
+#: Whether a graceful shutdown ignores references that other workers still hold.
 _ignore_rref_leak = True
 _default_pickler: Any = _internal_rpc_pickler
 _thread_local_var = threading.local()
 
-_LOOK_SECONDS = 0.5  # so often is looked after those who are waited for
+_LOOK_SECONDS = 0.5  # seconds between two checks whether an awaited worker is lost
 _gatherings = Gatherings()
 _agents: list[TensorPipeAgent] = []  # none, or that of this process
 
@@ -266,7 +266,7 @@ def _all_gather(
 
 
 def _say_missing(worker: Worker, leader: str, key: str, names: set[str], seconds: float) -> None:
-    """Runs beside a gathering that takes long; on a thread that is no worker's, so that it is given one."""
+    """Logs what a long gathering waits for.  It runs on a thread without a worker, so the worker is passed."""
     missing: list[str] = []
     with contextlib.suppress(TelegradError):
         missing = worker.rpc_sync(leader, _missing_at_leader, (key, names), timeout=1.0)
@@ -340,7 +340,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
-    """Gives up all references to values of others, and waits until their owners know."""
+    """Deletes all references to values of other workers, and waits until their owners have processed that."""
     worker = current_worker()
     if isinstance(worker, CompatWorker):
         worker.drop_all_handles(timeout)
@@ -349,7 +349,7 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 100.0) -> None:
 @speaks_as_torch
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leaves the job.  Gracefully: when all workers call this, and nothing is under way."""
+    """Leaves the job; if graceful, when all workers have called this and no call is under way."""
     worker = current_worker()
     if isinstance(worker, CompatWorker):
         worker.leaks_are_errors = not _ignore_rref_leak

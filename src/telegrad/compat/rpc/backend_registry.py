@@ -11,7 +11,7 @@ from telegrad.compat.rpc.agent import TensorPipeAgent
 from telegrad.compat.rpc.constants import DEFAULT_INIT_METHOD
 from telegrad.compat.rpc.options import TensorPipeRpcBackendOptions
 from telegrad.compat.worker import CompatWorker
-from telegrad.rpc.api import join
+from telegrad.rpc.joining import join
 from telegrad.rpc.options import UNSET, RpcBackendOptions
 
 __all__ = ["backend_registered", "construct_rpc_backend_options", "init_backend", "register_backend"]

@@ -1,4 +1,4 @@
-"""A worker that loses and delays messages as it is told: torch's agent for tests of its retries.
+"""A worker that loses and delays chosen messages: it replaces the agent with which torch tests its retries.
 
 torch's names for messages, and telegrad's:
 
@@ -52,7 +52,7 @@ _NEVER_LOST = frozenset(_NEVER_LOST_TYPES.values())
 
 
 class FaultyTensorPipeAgent(TensorPipeAgent):
-    """As any, by torch's account."""
+    """The same class as any agent, as in torch."""
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
@@ -103,7 +103,7 @@ class FaultyWorker(CompatWorker):
         return send_perhaps
 
     def _expire(self, link: Link, call_id: int) -> None:
-        """A call is never repeated: as if its time had run out at once."""
+        """Fails a call as if it had timed out: a call is never repeated."""
         pending = link.pending.get(call_id)
         if pending is not None:
             pending.waited_for = True  # it is settled on this thread: before the caller has its future, as in torch

@@ -39,7 +39,7 @@ class Gatherings:
             return key, self._states[key]
 
     def add(self, key: str, worker: str, value: Any, names: Set[str]) -> None:
-        """On the leader: another one has come."""
+        """On the leader: adds the object of another worker."""
         with self._lock:
             state = self._states[key]
             if worker in state.gathered_objects:
@@ -50,13 +50,13 @@ class Gatherings:
             state.proceed_signal.set()
 
     def missing(self, key: str, names: Set[str]) -> list[str]:
-        """On the leader: who has not come yet."""
+        """On the leader: the workers whose objects are missing."""
         with self._lock:
             state = self._states.get(key)
             return sorted(names - state.gathered_objects.keys()) if state is not None else []
 
     def complete(self, key: str, objects: dict[str, Any]) -> None:
-        """On a follower: all have come."""
+        """On a follower: the objects of all workers have arrived."""
         with self._lock:
             state = self._states[key]
             if state.proceed_signal.is_set():
@@ -69,7 +69,7 @@ class Gatherings:
             self._states.pop(key, None)
 
     def forget(self) -> None:
-        """The job has ended; the workers of the next one count anew."""
+        """The job has ended; the counts start again with the next one."""
         with self._lock:
             self._numbers.clear()
             self._states.clear()

@@ -1,7 +1,7 @@
-"""Runs at the start of every Python process that ``telegrad.compat`` has adopted; ``compat/children.py`` says why.
+"""Runs at the start of every Python process that a program under ``telegrad.compat`` starts (``compat/children.py``).
 
-It hides itself, runs the ``sitecustomize`` that would have run without it, and waits for ``import torch``.  To install
-at once would load torch, two seconds long, into every helper process too.
+It hides itself, runs the ``sitecustomize`` that would have run without it, and waits for ``import torch``.  Installing
+immediately would load torch, which takes two seconds, into every helper process too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SOURCE = os.path.dirname(os.path.dirname(os.path.dirname(HERE)))  # where telegr
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as anybody would, and installs telegrad when it has been loaded."""
+    """Finds torch with the other finders, and installs telegrad after torch has been loaded."""
 
     asked = False
 
@@ -52,7 +52,7 @@ class ThenInstall(importlib.abc.Loader):
 
 
 def run_the_next_one() -> None:
-    """Another sitecustomize, of the environment or the distribution, which ours stands in front of."""
+    """Another sitecustomize, of the environment or the distribution, that comes later on the path."""
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)
