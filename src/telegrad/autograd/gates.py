@@ -43,7 +43,7 @@ def entries(this: Pass, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[T
         _put_in_order([job.unit for job in jobs])
     for job in jobs:
         gates: list[Node] = []
-        complete = this.is_complete(job)
+        complete = this.local.arrived.issuperset(job.sources)
         for source in job.sources:
             if source == ROOT:
                 edges += this.roots
