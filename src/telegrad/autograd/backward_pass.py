@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._agent.failures import copy_of
+from telegrad._ids import PassId
 from telegrad._wire.messages import Discover, Explored, Finished, Gradients, PassHead, PlanKnown, PlanWanted
 from telegrad.autograd.context import Context
 from telegrad.autograd.ddp import Reductions, reduced_parameters
@@ -43,7 +44,7 @@ class Pass:
         head: PassHead,
         context: Context,
         name_of: Callable[[int], str],
-        report: Callable[[Pass, BaseException], None],
+        report: Callable[[PassId, BaseException], None],
         roots: Sequence[GradientEdge] = (),
         root_gradients: Sequence[Tensor] = (),
         timeout: float = 0.0,
@@ -309,7 +310,7 @@ class Pass:
             if self._changed is not None:
                 self._changed.notify_all()
         if not self.is_root:
-            self._report(self, error)
+            self._report(self.id, error)
 
     def stop(self, error: BaseException) -> set[int]:
         """Ends the pass on this worker; returns the workers that this one drew into it."""

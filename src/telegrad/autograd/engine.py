@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._agent.agent import Agent
-from telegrad._agent.peers import PeerState
 from telegrad._ids import PassId
 from telegrad.autograd.accumulate import Leaves
 from telegrad.autograd.backward_pass import Pass
@@ -58,7 +57,7 @@ class Engine:
         self._agent = agent
         self.registry = Registry(agent.me.worker_id, guessable=agent.options.allow_pickle)
         self.passes = Passes(agent, self.registry)
-        self.interceptors = Interceptors(self.registry, self._is_gone, self.passes.name_of, agent.serves_here)
+        self.interceptors = Interceptors(agent, self.registry)
         self.leaves = Leaves()
         self.swapping = self.leaves.swapping
         self._context_end = ContextEnd(agent, self.registry)
@@ -97,9 +96,6 @@ class Engine:
             with this.lock:
                 rest = this.reductions.take_rest()
             reduce(self._agent, self.leaves, this, rest)
-
-    def _is_gone(self, worker: int) -> bool:
-        return self._agent.peer(worker).state is not PeerState.KNOWN
 
     def _worker_lost(self, worker: int) -> None:
         self._context_end.worker_lost(worker)

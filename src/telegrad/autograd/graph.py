@@ -105,18 +105,9 @@ _FEW = 4_000
 
 def _recvs_last(nodes: Collection[Any]) -> bool:
     """Whether recvs are older than all other nodes, so that torch's engine comes to them last."""
-    newest = oldest = None
-    for node in nodes:
-        kind = type(node)
-        if kind is _RECEIVE:
-            number = sequence_number(node)
-            if newest is None or number > newest:
-                newest = number
-        elif kind is not _SEND:
-            number = sequence_number(node)
-            if oldest is None or number < oldest:
-                oldest = number
-    return newest is None or oldest is None or newest < oldest
+    recvs = [sequence_number(node) for node in nodes if type(node) is _RECEIVE]
+    others = [sequence_number(node) for node in nodes if type(node) is not _RECEIVE and type(node) is not _SEND]
+    return not recvs or not others or max(recvs) < min(others)
 
 
 def _joined(alone: Sequence[Unit], meetings: Iterable[tuple[int, int]]) -> list[Unit]:

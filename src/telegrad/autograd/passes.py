@@ -48,7 +48,7 @@ class Passes:
             floor = min(self._running)
         pass_id = PassId(self._me, number, random_bits(_TOKEN_BITS))
         head = PassHead(pass_id, context.id, retain_graph, create_graph, fast, floor)
-        this = Pass(self._me, head, context, self.name_of, self._report, roots, gradients, timeout)
+        this = Pass(self._me, head, context, self.name_of, self._tell_root, roots, gradients, timeout)
         context.passes[pass_id] = this
         return this
 
@@ -83,7 +83,7 @@ class Passes:
                 ended = [old for old in list(context.passes) if old.root == root and old.number < floor]
                 failed = [context.passes.pop(old) for old in ended]
                 if pass_id.number >= floor and pass_id not in context.passes:
-                    context.passes[pass_id] = Pass(self._me, head, context, self.name_of, self._report)
+                    context.passes[pass_id] = Pass(self._me, head, context, self.name_of, self._tell_root)
                 known = context.passes.get(pass_id)
             for each in failed:
                 if each is not None and each.local.is_at_work:  # it has failed, and the EndPass is still on its way
@@ -115,9 +115,6 @@ class Passes:
     def _end_elsewhere(self, this: Pass, workers: Iterable[int], error: BaseException) -> None:
         for worker in workers:
             self._agent.send_message(worker, EndPass(this.id, this.context.id, str(error)))
-
-    def _report(self, this: Pass, error: BaseException) -> None:
-        self._tell_root(this.id, error)
 
     def _tell_root(self, pass_id: PassId, error: BaseException) -> None:
         """Says why a pass cannot end well."""
