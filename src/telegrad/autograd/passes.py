@@ -81,7 +81,7 @@ class Passes:
             with self._lock:
                 floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
                 ended = [old for old in list(context.passes) if old.root == root and old.number < floor]
-                failed = [context.passes.pop(old) for old in ended]
+                failed = [context.passes.pop(old, None) for old in ended]
                 if pass_id.number >= floor and pass_id not in context.passes:
                     context.passes[pass_id] = Pass(self._me, head, context, self.name_of, self._tell_root)
                 known = context.passes.get(pass_id)
