@@ -51,7 +51,8 @@ def entries(this: Pass, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[T
                 continue
             nodes = this.context.sends[source].parts
             came: dict[int, Tensor | None] = this.gradients[source] if complete else {}
-            for part in this.live_parts(job, source):
+            all_came = len(came) == len(nodes)
+            for part in range(len(nodes)) if all_came else this.live_parts(job, source):
                 gradient = came.get(part)
                 if gradient is None:
                     gates.append(nodes[part])

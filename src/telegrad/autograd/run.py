@@ -29,7 +29,7 @@ from telegrad.autograd.ddp import Reduction
 from telegrad.autograd.diagnostics import lost_in_backward
 from telegrad.autograd.functions import ANCHOR, Recv, engine_call
 from telegrad.autograd.gates import entries, gradient_or_zeros, wait_for_gradient
-from telegrad.autograd.graph import is_leaf_alone
+from telegrad.autograd.graph import ACCUMULATE, takes_as_it_is
 from telegrad.autograd.local_pass import Job
 from telegrad.errors import ProtocolError, UsageError, WorkerLostError
 
@@ -130,10 +130,11 @@ class Run:
         this = self.this
         try:
             edges, gradients = entries(this, jobs)
-            if is_leaf_alone(edges, gradients) and self._leaves.after is None:
+            node = edges[0].node if len(edges) == 1 and self._leaves.after is None else None
+            if type(node) is ACCUMULATE and takes_as_it_is(node, gradients[0]):  # torch's engine is not needed
                 this.forget_gradients(jobs)
                 only: list[Tensor | None] = [gradients.pop()]
-                self._leaves.add(this, [edges[0].node], only)
+                self._leaves.add(this, [node], only)
             elif edges:
                 self._call_engine(jobs, edges, gradients)
             if this.reductions is not None:
