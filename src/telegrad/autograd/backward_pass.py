@@ -108,8 +108,6 @@ class Pass:
             event(*args)
             if not self.local.flow.active or self.local.needs_plan or (self._plan is not None and self._plan.started):
                 self._decide()
-            if self._changed is not None:
-                self._changed.notify_all()
             messages, self._messages = self._messages, []
             ready, self._ready = self._ready, []
         return messages, ready
@@ -126,6 +124,8 @@ class Pass:
             self._messages.append((to, Finished(self.id, count, owed, ())))
         if message.finished is not None:
             self.finished(sender, message.finished)
+        if self._changed is not None:
+            self._changed.notify_all()
 
     def finished(self, sender: int, message: Finished) -> None:
         """All that some of this worker's messages caused on another worker is done."""
@@ -211,6 +211,8 @@ class Pass:
         elif flow.over and not self.over:
             local.report()
             self.over = True
+            if self._changed is not None:
+                self._changed.notify_all()
 
     # --- what a call of torch's engine needs ----------------------------------------------------------------------
 
