@@ -37,7 +37,8 @@ def a_batch(counted: bool = True, to_segment: Any = None) -> GradientBatch:
 def sent(batch: GradientBatch, neighbours: Neighbours | None = None) -> tuple[Gradients, list[Tensor]]:
     """What the other side reads: the message, and the tensors that came with it."""
     packed = batch.tensors.packed()
-    header = codec.encode(msgspec.structs.replace(batch.message(HEAD), body=packed.body))
+    message = Gradients(HEAD, tuple(batch.messages), batch.counted, batch.finished, packed.body)
+    header = codec.encode(message)
     reader = FrameReader(codec.decode, codec.stream_sizes, lambda size: np.empty(size, np.uint8))
     ((message, streamed),) = feed(
         reader, b"".join([prefix(len(header), sum(map(len, packed.stream))), header, *packed.stream])
@@ -106,12 +107,10 @@ def finished(count: int) -> Finished:
     return Finished(HEAD.pass_id, count, 0, (Report(ME, 1, count),))
 
 
-def test_a_batch_says_of_which_pass_it_is_and_whether_it_counts() -> None:
+def test_a_batch_says_whether_it_counts_and_takes_an_answer_along() -> None:
     for counted in (True, False):
         batch = a_batch(counted)
         batch.add(9, {0: full(1)})
-        message = batch.message(HEAD)
-        assert message == Gradients(HEAD, ((9, (0,), ()),), counted, None)
         batch.finished = finished(3)
         came = msgspec.structs.replace(sent(batch)[0], body=Body())
         assert came == Gradients(HEAD, ((9, (0,), ()),), counted, finished(3))

@@ -56,7 +56,7 @@ LAYERS = [line.split() for line in """
     telegrad.autograd.gates
     telegrad.autograd.run
     telegrad.autograd.passes  telegrad.autograd.context_end
-    telegrad.autograd.handlers  telegrad.autograd.failure
+    telegrad.autograd.handlers
     telegrad.autograd.engine
     telegrad.autograd.api
     telegrad.autograd

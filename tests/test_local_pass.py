@@ -380,7 +380,8 @@ def test_each_unit_that_is_reached_runs_once_with_all_its_live_sources(worker: W
             assert worker.fast, "only FAST takes a dead source for live"
             assert job.state is (State.BLOCKED if job.unit.recvs else State.WAITING)
             assert job.blocked_on not in worker.live
-    assert local.flow.quiet
+    assert not local.flow.active
+    assert not local.flow.awaited
     assert not worker.live & set(local.missing())
 
 

@@ -60,6 +60,7 @@ def a_pass(came: Iterable[int] = ()) -> Pass:
     """A pass in which these messages have got their gradients."""
     this = Pass(ME, HEAD, Context(HEAD.context_id), str, lambda this, error: None)
     this.gradients = {message_id: {0: torch.ones(2)} for message_id in came}
+    this.local.arrived = {*came}
     return this
 
 
@@ -127,7 +128,7 @@ def test_units_share_a_call_if_each_has_all_it_needs_and_comes_to_its_recvs_last
 
 def test_the_roots_need_nothing_to_come() -> None:
     jobs = [a_job(ROOT), a_job(2)]
-    assert a_run(a_pass([2]))[0]._choose(jobs) == jobs
+    assert a_run(a_pass([ROOT, 2]))[0]._choose(jobs) == jobs
 
 
 def test_before_a_unit_waits_at_a_gate_what_was_collected_is_sent() -> None:

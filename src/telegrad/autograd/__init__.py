@@ -11,7 +11,7 @@ Inside, from the bottom up (◇: no threads, sockets or clock):
 * the forward: ``functions`` (send and recv), ``context``, ``interceptors`` (of messages), ``missing_context``
 * deciding: ``graph`` (reads torch's), ``termination`` ◇, ``discovery`` ◇, ``local_pass`` ◇, ``backward_pass``
 * doing it: ``gates``, ``run`` (calls torch's engine), ``accumulate`` (into leaves), ``ddp``
-* between workers: ``passes``, ``handlers`` (of messages), ``failure``, ``context_end``, ``diagnostics``
+* between workers: ``passes``, ``handlers`` (of messages), ``context_end``, ``diagnostics``
 * ``engine`` (a pass from its beginning to its end), ``api``
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,9 +15,6 @@ from telegrad._rref.rref import UNSET_TIMEOUT, RRef
 from telegrad.autograd.context import Context, Entered, Scope
 from telegrad.autograd.engine import Engine
 from telegrad.errors import UsageError
-
-if TYPE_CHECKING:
-    from telegrad._worker import Worker
 
 Root = Tensor | RRef[Any]
 
@@ -123,7 +120,7 @@ def backward(
     """
     worker = current_worker()
     engine = worker.autograd
-    known = _known(worker, context_id)
+    known = engine.registry.get(context_id, engine.passes.name_of)
     if mode not in ("smart", "fast"):
         raise UsageError(f"mode is 'smart' or 'fast', not {mode!r}")
     if type(roots) is not list and (isinstance(roots, (Tensor, RRef)) or not isinstance(roots, Sequence)):
@@ -203,13 +200,8 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         ...     autograd.get_gradients(context_id)
         {tensor([1., 1.], requires_grad=True): tensor([3., 3.])}
     """
-    return _known(current_worker(), context_id).gradients()
-
-
-def _known(worker: Worker, context_id: int) -> Context:
-    registry = worker.autograd.registry
-    context = registry.find(context_id) if type(context_id) is int else None
-    return context or registry.get(context_id, lambda to: repr(worker.agent.peer(to).name))
+    engine = _engine()
+    return engine.registry.get(context_id, engine.passes.name_of).gradients()
 
 
 def is_available() -> bool:

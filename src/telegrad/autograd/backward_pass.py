@@ -2,6 +2,8 @@
 
 An event is a method that runs under the lock of the pass (``step``).  It records what happened, and ``step`` returns
 what to do next: messages to send and units to run.  Nothing is sent or run under the lock (see ``run``).
+
+The first event on a worker is ``start``, ``came`` or ``discovered``; before it, the worker's graph is read.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._agent.failures import copy_of
+from telegrad._ids import PassId
 from telegrad._wire.messages import Discover, Explored, Finished, Gradients, PassHead, PlanKnown, PlanWanted
 from telegrad.autograd.context import Context
 from telegrad.autograd.ddp import Reductions, reduced_parameters
@@ -23,6 +26,7 @@ from telegrad.autograd.discovery import Plan
 from telegrad.autograd.functions import Recv
 from telegrad.autograd.graph import DEEP, Edge, Explorer, survey
 from telegrad.autograd.local_pass import ROOT, Job, LocalPass
+from telegrad.errors import ProtocolError
 
 Message = Discover | Explored | Finished | PlanKnown | PlanWanted
 Steps = tuple[list[tuple[int, Message]], list[Job]]  # messages with their receivers, and units to run
@@ -40,7 +44,7 @@ class Pass:
         head: PassHead,
         context: Context,
         name_of: Callable[[int], str],
-        report: Callable[[Pass, BaseException], None],
+        report: Callable[[PassId, BaseException], None],
         roots: Sequence[GradientEdge] = (),
         root_gradients: Sequence[Tensor] = (),
         timeout: float = 0.0,
@@ -80,9 +84,7 @@ class Pass:
         return self._plan
 
     def _survey(self) -> None:
-        """Reads this worker's graph, once."""
-        if self._surveyed:
-            return
+        """Reads this worker's graph."""
         self._surveyed = True
         sources: list[tuple[int, list[Edge]]] = [(ROOT, self._root_edges)] if self.is_root else []
         for message_id, send in reversed(list(self.context.sends.items())):
@@ -101,27 +103,29 @@ class Pass:
         with self.lock:
             if self.error is not None:
                 return [], []
+            if not self._surveyed:
+                self._survey()
             event(*args)
-            self._decide()
+            if not self.local.flow.active or self.local.needs_plan or (self._plan is not None and self._plan.started):
+                self._decide()
             messages, self._messages = self._messages, []
             ready, self._ready = self._ready, []
         return messages, ready
 
     def start(self) -> None:
         """On the root, the gradients of the roots are there."""
-        self._survey()
         self._ready = self.local.came([ROOT])
 
     def came(self, sender: int, message: Gradients, gradients: dict[int, dict[int, Tensor | None]]) -> None:
         """Gradients have come for sends of this worker."""
-        self._survey()
         self.gradients.update(gradients)
         self._ready = self.local.came(gradients)
         for to, count, owed in self.local.flow.received(sender, message.counted):
             self._messages.append((to, Finished(self.id, count, owed, ())))
         if message.finished is not None:
             self.finished(sender, message.finished)
-        self.notify()
+        if self._changed is not None:
+            self._changed.notify_all()
 
     def finished(self, sender: int, message: Finished) -> None:
         """All that some of this worker's messages caused on another worker is done."""
@@ -136,7 +140,6 @@ class Pass:
 
     def discovered(self, sender: int, message: Discover) -> None:
         """Sends of this worker are live, which the worker says that their tensors went to."""
-        self._survey()
         for to, count, owed in self.plan.wave.received(sender, message.counted):
             self._messages.append((to, Explored(self.id, count, owed, ())))
         new = self.plan.discovered(message.sends)
@@ -146,17 +149,23 @@ class Pass:
         self._explore(self.send_edges(new))
 
     def explored(self, sender: int, message: Explored) -> None:
+        """All that some of this worker's messages of the wave reached is explored."""
         self.plan.explored(sender, message.count, message.owed, message.needs_plan)
 
-    def plan_wanted(self, sender: int) -> None:
+    def plan_wanted(self, sender: int, _: PlanWanted) -> None:
         """On the root, another worker needs the plan."""
+        if not self.is_root:
+            raise ProtocolError("it asked for the plan of a pass whose root is another worker")
         if self.plan.known:
             self._messages.append((sender, PlanKnown(self.id)))
             return
         self.plan.needs_plan.add(sender)
         self._start_wave()
 
-    def plan_known(self) -> None:
+    def plan_known(self, sender: int, _: PlanKnown) -> None:
+        """The wave has ended."""
+        if sender != self.id.root:
+            raise ProtocolError("it ended the discovery of a pass whose root is another worker")
         self.plan.known = True
         self._ready = self.local.plan_known(self.plan.live)
 
@@ -182,8 +191,6 @@ class Pass:
         """What follows from any event: a request for the plan, answers, the end of the wave or of the pass."""
         local, plan = self.local, self._plan
         flow, messages = local.flow, self._messages
-        if flow.active and not local.needs_plan and (plan is None or not plan.started):
-            return
         if local.needs_plan and not self._plan_requested:
             self._plan_requested = True
             if self.is_root:
@@ -204,7 +211,8 @@ class Pass:
         elif flow.over and not self.over:
             local.report()
             self.over = True
-            self.notify()
+            if self._changed is not None:
+                self._changed.notify_all()
 
     # --- what a call of torch's engine needs ----------------------------------------------------------------------
 
@@ -233,8 +241,14 @@ class Pass:
         less.
         """
         unit = job.unit
-        if not unit.recvs or (self.head.fast and len(job.sources) > 1) or self._is_whole(job):
+        if not unit.recvs or (self.head.fast and len(job.sources) > 1):
             return unit.recvs
+        for source in job.sources:
+            if source != ROOT and len(self.gradients.get(source, ())) < len(self.context.sends[source].parts):
+                break
+        else:  # all tensors have got something
+            if len(job.sources) == len(unit.sources):
+                return unit.recvs
         if len(unit.sources) > 1 and self._plan is not None and self._plan.known:
             found = self._explorer.reached if self._explorer is not None else {}
             return {recv: parts for recv, parts in found.items() if recv in unit.recvs}
@@ -245,24 +259,6 @@ class Pass:
             else:
                 edges += self.send_edges((source, part) for part in self.live_parts(job, source))
         return Explorer().explore(edges)
-
-    def _is_whole(self, job: Job) -> bool:
-        """Whether all tensors of all sources of a unit have got something."""
-        if len(job.sources) < len(job.unit.sources):
-            return False
-        sends, gradients = self.context.sends, self.gradients
-        for source in job.sources:
-            if source != ROOT and len(gradients.get(source, ())) != len(sends[source].parts):
-                return False
-        return True
-
-    def is_complete(self, job: Job) -> bool:
-        """Whether the gradients of all its sources have come."""
-        gradients = self.gradients
-        for source in job.sources:  # noqa: SIM110 (a generator costs as much as all of it)
-            if source != ROOT and source not in gradients:
-                return False
-        return True
 
     def forget_gradients(self, jobs: Iterable[Job]) -> None:
         """They were used; a leaf may take one over if nothing else refers to it."""
@@ -288,11 +284,6 @@ class Pass:
                 self._changed = threading.Condition(self.lock)
             return self._changed.wait_for(lambda: message_id in self.gradients or self.has_ended(), seconds)
 
-    def notify(self) -> None:
-        """Wakes the threads that wait; under the lock."""
-        if self._changed is not None:
-            self._changed.notify_all()
-
     def has_ended(self) -> bool:
         return self.over or self.error is not None
 
@@ -307,8 +298,8 @@ class Pass:
         with self.lock:
             sends = [self.context.sends.get(job.blocked_on or 0) for job in self.local.jobs]
             return (
-                self.local.flow.waits_for(worker)
-                or (self._plan is not None and self._plan.wave.waits_for(worker))
+                worker in self.local.flow.awaited
+                or (self._plan is not None and worker in self._plan.wave.awaited)
                 or any(send is not None and send.to == worker for send in sends)
             )
 
@@ -318,16 +309,18 @@ class Pass:
             if self.error is not None:
                 return
             self.error = error
-            self.notify()
+            if self._changed is not None:
+                self._changed.notify_all()
         if not self.is_root:
-            self._report(self, error)
+            self._report(self.id, error)
 
     def stop(self, error: BaseException) -> set[int]:
         """Ends the pass on this worker; returns the workers that this one drew into it."""
         with self.lock:
             if self.error is None:
                 self.error = error
-            self.notify()
+            if self._changed is not None:
+                self._changed.notify_all()
             drawn_in, self.drawn_in = self.drawn_in, set()
             return drawn_in
 

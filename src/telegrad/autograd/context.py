@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections import OrderedDict, defaultdict
@@ -45,6 +46,7 @@ class Send:
 class Context:
     def __init__(self, context_id: int) -> None:
         self.id = context_id
+        self.creator = context_id >> _WORKER_SHIFT
         self.ended = False
         self.sends: dict[int, Send] = {}
         self.recvs = 0
@@ -57,10 +59,6 @@ class Context:
         self._leaves: dict[int, Tensor] = {}  # by id: tensors as keys cost 0.2 us for each lookup
         self._gradients: dict[int, Tensor] = {}
         self._lock = threading.Lock()
-
-    @property
-    def creator(self) -> int:
-        return self.id >> _WORKER_SHIFT
 
     def take_graph(self) -> tuple[set[Node], set[Node]] | None:
         """Returns what was kept, and forgets it."""
@@ -121,10 +119,6 @@ def add_up(one: Tensor, other: Tensor) -> Tensor:
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-def _random_number() -> int:
-    return random_bits(_WORKER_SHIFT - 1)
-
-
 context_variable: ContextVar[Context | None] = ContextVar("telegrad_context", default=None)
 
 current_context: Callable[[], Context | None] = context_variable.get
@@ -152,7 +146,8 @@ class Registry:
         """``guessable``: context ids count up.  Otherwise they are random, so that only the workers that a context has
         reached can name it."""
         self._worker = worker
-        self._numbers: Callable[[], int] = itertools.count().__next__ if guessable else _random_number
+        random_number = functools.partial(random_bits, _WORKER_SHIFT - 1)
+        self._numbers: Callable[[], int] = itertools.count().__next__ if guessable else random_number
         self._lock = threading.Lock()
         self._known: dict[int, Context] = {}
         # The last contexts that ended, oldest first, by the worker that said so; under this one's id, if it was the
@@ -168,9 +163,8 @@ class Registry:
 
     def _has_ended(self, context_id: int, sender: int | None = None) -> bool:
         """Whether it has ended here, or according to that worker."""
-        said = self._ended
-        return (self._worker in said and context_id in said[self._worker]) or (
-            sender is not None and sender in said and context_id in said[sender]
+        return context_id in self._ended.get(self._worker, ()) or (
+            sender is not None and context_id in self._ended.get(sender, ())
         )
 
     def join(self, context_id: int, sender: int) -> Context | None:
@@ -231,18 +225,15 @@ class Registry:
         with self._lock:
             context = self._known.get(context_id)
             may_end = by is None or by == creator or (context is not None and by == context.origin)
-            self._remember_end(context_id, self._worker if by is None or may_end else by)
+            ended = self._ended[self._worker if by is None or may_end else by]
+            ended[context_id] = None
+            if len(ended) > _REMEMBERED:
+                ended.popitem(last=False)
             if context is None or not may_end:
                 return None
             del self._known[context_id]
         context.ended = True
         return context
-
-    def _remember_end(self, context_id: int, by: int) -> None:
-        ended = self._ended[by]
-        ended[context_id] = None
-        if len(ended) > _REMEMBERED:
-            ended.popitem(last=False)
 
     def forget(self, context_id: int) -> None:
         """Forgets a context as if no message had named it."""

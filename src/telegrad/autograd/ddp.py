@@ -174,28 +174,26 @@ class Reduction:
                     parameter.grad = gradient
 
     def _hand_over(self) -> None:
+        module = self.module
         leaves = [leaf for leaf, _ in self._gradients.values()]
         gradients = [gradient for _, gradient in self._gradients.values()]
         self._gradients.clear()
-        hooks = _take_hooks(leaves)
-        self._say_what_is_used(leaves)
+        # Tensor hooks have fired when the gradient was captured, and would again when the node runs.
+        hooks = [(now, dict(now)) for leaf in leaves if (now := tensor_hooks(leaf))]
+        for now, _ in hooks:
+            now.clear()
+        # With ``find_unused_parameters`` the reducer has looked for them itself, but its graph ends at every recv.
+        if module.find_unused_parameters and module.require_forward_param_sync and not module.static_graph:
+            with torch.enable_grad():
+                module.reducer.prepare_for_backward([leaf.view_as(leaf) for leaf in leaves])
         try:
             edges = tuple(get_gradient_edge(leaf) for leaf in leaves)
             run_engine(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
             if self._first:
-                reduce_static_graph(self.module)
+                reduce_static_graph(module)
         finally:
-            for leaf, kept in zip(leaves, hooks, strict=True):
-                hooks_now = tensor_hooks(leaf)
-                if kept and hooks_now is not None:
-                    hooks_now.update(kept)
-
-    def _say_what_is_used(self, leaves: Iterable[Tensor]) -> None:
-        """With ``find_unused_parameters`` the reducer has looked for them itself, but its graph ends at every recv."""
-        module = self.module
-        if module.find_unused_parameters and module.require_forward_param_sync and not module.static_graph:
-            with torch.enable_grad():
-                module.reducer.prepare_for_backward([leaf.view_as(leaf) for leaf in leaves])
+            for now, kept in hooks:
+                now.update(kept)
 
 
 class Reductions:
@@ -256,14 +254,3 @@ def _move_group_last(module: DistributedDataParallel) -> Any:
         if list(attributes).index("process_group") < list(attributes).index("reducer"):
             attributes["process_group"] = attributes.pop("process_group")
         return attributes["process_group"]
-
-
-def _take_hooks(leaves: Iterable[Tensor]) -> list[dict[Any, Any]]:
-    """Removes tensor hooks: they have fired when the gradient was captured, and would again when the node runs."""
-    taken = []
-    for leaf in leaves:
-        hooks = tensor_hooks(leaf)
-        taken.append(dict(hooks) if hooks else {})
-        if hooks:
-            hooks.clear()
-    return taken

@@ -13,19 +13,17 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from telegrad._agent.agent import Agent
-from telegrad._agent.peers import PeerState
 from telegrad._ids import PassId
 from telegrad.autograd.accumulate import Leaves
-from telegrad.autograd.backward_pass import Pass, Steps
+from telegrad.autograd.backward_pass import Pass
 from telegrad.autograd.context import Context, Registry
 from telegrad.autograd.context_end import ContextEnd
 from telegrad.autograd.ddp import watch
 from telegrad.autograd.diagnostics import nothing_came, reduce_everywhere, too_late
-from telegrad.autograd.failure import Failures
 from telegrad.autograd.handlers import Handlers
 from telegrad.autograd.interceptors import Interceptors
 from telegrad.autograd.passes import Passes
-from telegrad.autograd.run import Run, reduce_rest
+from telegrad.autograd.run import Run, reduce
 
 
 class Engine:
@@ -45,7 +43,7 @@ class Engine:
         this = self.passes.begin(context, roots, gradients, retain_graph, create_graph, fast, timeout)
         try:
             steps = this.step(this.start)  # find the units of the graph, and which are ready
-            self._carry_out(this, steps)  # run them, and send gradients to other workers
+            Run(self._agent, self.leaves, this).carry_out(steps)  # run them, and send gradients to other workers
             self._wait(this)  # until all workers are done; handlers run what becomes ready here
             if this.local.reports:
                 self._take_reports(this)  # raise if gradients are missing; reduce for DistributedDataParallel
@@ -59,31 +57,25 @@ class Engine:
         self._agent = agent
         self.registry = Registry(agent.me.worker_id, guessable=agent.options.allow_pickle)
         self.passes = Passes(agent, self.registry)
-        self.interceptors = Interceptors(self.registry, self._is_gone, self.passes.name_of, agent.serves_here)
+        self.interceptors = Interceptors(agent, self.registry)
         self.leaves = Leaves()
         self.swapping = self.leaves.swapping
         self._context_end = ContextEnd(agent, self.registry)
-        self._failures = Failures(agent, self.registry, self.passes)
-        self._handlers = Handlers(agent, self.passes, self._carry_out)
+        self._handlers = Handlers(agent, self.passes, self.leaves)
         self._ddp_watch = watch()
         self.drop = self._context_end.drop
         agent.marshal.incoming = self.interceptors.incoming
         agent.answer_opened = self.interceptors.answered
         agent.lost_handlers.append(self._worker_lost)
 
-    def _carry_out(self, this: Pass, steps: Steps) -> None:
-        """Sends the messages and runs the units that follow from an event."""
-        if steps[0] or steps[1]:
-            Run(self._agent, self.leaves, this).carry_out(steps)
-
     def _wait(self, this: Pass) -> None:
         """Waits until the pass is over; raises its error if it failed."""
-        if not this.has_ended():
+        if not this.over:
             with self._agent.blocking():
                 # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
                 if (worker := this.awaited()) is not None:
                     self._agent.attend(worker, this.has_ended)
-                if not this.has_ended() and not this.wait() and not this.has_ended():
+                if not (this.over or this.error is not None or this.wait()):
                     raise too_late(self._agent, this)
         if not this.over:
             assert this.error is not None
@@ -99,15 +91,15 @@ class Engine:
 
     def reduce_rest(self, pass_id: PassId) -> None:
         """On each worker that holds gradients back until the end of a pass, when all else is done."""
-        if (this := self.passes.find(pass_id)) is not None:
-            reduce_rest(self._agent, self.leaves, this)
-
-    def _is_gone(self, worker: int) -> bool:
-        return self._agent.peer(worker).state is not PeerState.KNOWN
+        this = self.passes.find(pass_id)
+        if this is not None and this.reductions is not None:
+            with this.lock:
+                rest = this.reductions.take_rest()
+            reduce(self._agent, self.leaves, this, rest)
 
     def _worker_lost(self, worker: int) -> None:
         self._context_end.worker_lost(worker)
-        self._failures.worker_lost(worker)
+        self._handlers.worker_lost(worker)
 
     def close(self) -> None:
         """Removes what was registered with torch."""

@@ -43,7 +43,7 @@ def entries(this: Pass, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[T
         _put_in_order([job.unit for job in jobs])
     for job in jobs:
         gates: list[Node] = []
-        complete = this.is_complete(job)
+        complete = this.local.arrived.issuperset(job.sources)
         for source in job.sources:
             if source == ROOT:
                 edges += this.roots
@@ -51,7 +51,8 @@ def entries(this: Pass, jobs: Sequence[Job]) -> tuple[list[GradientEdge], list[T
                 continue
             nodes = this.context.sends[source].parts
             came: dict[int, Tensor | None] = this.gradients[source] if complete else {}
-            for part in this.live_parts(job, source):
+            all_came = len(came) == len(nodes)
+            for part in range(len(nodes)) if all_came else this.live_parts(job, source):
                 gradient = came.get(part)
                 if gradient is None:
                     gates.append(nodes[part])

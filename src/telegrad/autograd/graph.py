@@ -28,9 +28,10 @@ from telegrad.autograd.functions import ANCHOR, RECV_NODE, SEND_NODE, Recv
 
 Edge = tuple[Node | None, int]
 
-_ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
+ACCUMULATE = type(get_gradient_edge(ANCHOR).node)
 _RECEIVE: Any = RECV_NODE
 _SEND: Any = SEND_NODE
+_FEW = 4_000  # nodes of a small graph
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +42,7 @@ class Unit:
     leaves: list[Node] = field(default_factory=list)
     recvs: dict[Recv, set[int]] = field(default_factory=dict)  # with the parts that are reached
     nodes: list[Node] = field(default_factory=list)  # all others; of a big graph only if sources meet
-    recvs_last: bool = False  # the graph is small, and torch's engine comes to the recvs last
+    recvs_last: bool = False  # the graph is small, and torch's engine comes to the recvs last: they are the oldest
 
 
 def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], Collection[Node]]:
@@ -66,7 +67,7 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
             if node is None:
                 continue
             kind = type(node)
-            if kind is _ACCUMULATE:
+            if kind is ACCUMULATE:
                 if node not in leaves:
                     leaves.add(node)
                     first = holder.setdefault(node, index)
@@ -94,29 +95,12 @@ def survey(sources: Sequence[tuple[int, Iterable[Edge]]]) -> tuple[list[Unit], C
     is_small = len(owner) <= _FEW
     for unit in units:
         if is_small:
-            unit.recvs_last = _recvs_last(unit.nodes)
+            recvs_made = [sequence_number(node) for node in unit.nodes if type(node) is _RECEIVE]
+            others_made = [sequence_number(node) for node in unit.nodes if type(node) not in (_RECEIVE, _SEND)]
+            unit.recvs_last = not recvs_made or not others_made or max(recvs_made) < min(others_made)
         elif len(unit.sources) == 1:
             unit.nodes = []
     return units, owner
-
-
-_FEW = 4_000
-
-
-def _recvs_last(nodes: Collection[Any]) -> bool:
-    """Whether recvs are older than all other nodes, so that torch's engine comes to them last."""
-    newest = oldest = None
-    for node in nodes:
-        kind = type(node)
-        if kind is _RECEIVE:
-            number = sequence_number(node)
-            if newest is None or number > newest:
-                newest = number
-        elif kind is not _SEND:
-            number = sequence_number(node)
-            if oldest is None or number < oldest:
-                oldest = number
-    return newest is None or oldest is None or newest < oldest
 
 
 def _joined(alone: Sequence[Unit], meetings: Iterable[tuple[int, int]]) -> list[Unit]:
@@ -148,15 +132,10 @@ def _find(parent: list[int], index: int) -> int:
     return index
 
 
-def is_leaf_alone(edges: Sequence[Any], gradients: Sequence[Tensor]) -> bool:
-    """Whether the only gradient enters right at a leaf: then torch's engine is not needed."""
-    if len(edges) != 1 or type(edges[0].node) is not _ACCUMULATE:
-        return False
-    leaf: Any = edges[0].node
-    variable, gradient = leaf.variable, gradients[0]
-    if variable.dtype is not gradient.dtype or variable.device != gradient.device:
-        return False  # torch casts the gradient, or raises
-    return not has_hooks(leaf)
+def takes_as_it_is(leaf: Any, gradient: Tensor) -> bool:
+    """Whether a leaf takes a gradient that enters right at it unchanged.  Otherwise torch casts it, or raises."""
+    variable = leaf.variable
+    return variable.dtype is gradient.dtype and variable.device == gradient.device and not has_hooks(leaf)
 
 
 def has_hooks(leaf: Any) -> bool:

@@ -8,13 +8,15 @@ tensors the message id is 0.  Outside of a context, a message with a tensor that
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from telegrad._agent.agent import Agent
+from telegrad._agent.peers import PeerState
 from telegrad._torch import mark_as_parameter
 from telegrad.autograd.context import Context, Registry, Scope, Send, creator_of, current_context
 from telegrad.autograd.functions import Recv, receive, send_node
@@ -26,18 +28,9 @@ NO_CONTEXT = -1  # a tensor of the message has a history, but the sending thread
 
 
 class Interceptors:
-    def __init__(
-        self,
-        registry: Registry,
-        is_gone: Callable[[int], bool],
-        name_of: Callable[[int], str],
-        runs_requests: Callable[[], bool],
-    ) -> None:
-        """``runs_requests``: whether the calling thread runs a request of another worker."""
+    def __init__(self, agent: Agent, registry: Registry) -> None:
+        self._agent = agent
         self._registry = registry
-        self._is_gone = is_gone
-        self._name_of = name_of
-        self._runs_requests = runs_requests
         # They grow in the order of sending, on which a pass relies (``local_pass``).
         self._message_ids = itertools.count(1)
 
@@ -69,17 +62,15 @@ class Interceptors:
         indices = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
         if not indices:
             return None
-        if not thread_warning_given() and self._registry.has_own and not self._runs_requests():
-            warn_of_thread(self._name_of(to))
+        if not thread_warning_given() and self._registry.has_own and not self._agent.serves_here():
+            warn_of_thread(self._agent.peer(to).name)
         return None if all(tensors[index].is_leaf for index in indices) else [NO_CONTEXT, NO_MESSAGE, indices]
 
     def answered(self, sender: int, extra: Any) -> None:
         """Warns if the answer of a call has lost its history."""
         if extra[0] == NO_CONTEXT and torch.is_grad_enabled():
-            if self._registry.has_own and not self._runs_requests():
-                warn_of_thread(self._name_of(sender))
-            else:
-                warn_of_result(self._name_of(sender))
+            lost_by_thread = self._registry.has_own and not self._agent.serves_here()
+            (warn_of_thread if lost_by_thread else warn_of_result)(self._agent.peer(sender).name)
 
     def incoming(self, sender: int, extra: Any, tensors: list[Tensor]) -> Scope | None:
         """Gives tensors that need a gradient a recv; in a context that has ended, makes them leaves."""
@@ -105,7 +96,7 @@ class Interceptors:
                 context.recvs += 1
         except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(
-                f"malformed autograd metadata in a message from worker {self._name_of(sender)}: expected "
+                f"malformed autograd metadata in a message from worker {self._agent.peer(sender).name!r}: expected "
                 f"[context id, message id, tensor indices], got {extra!r}"
             ) from error
         return Scope(context)
@@ -118,6 +109,9 @@ class Interceptors:
             self._registry.forget(context_id)  # no worker would tell this one of its end
             return None
         return context
+
+    def _is_gone(self, worker: int) -> bool:
+        return self._agent.peer(worker).state is not PeerState.KNOWN
 
 
 def _make_leaves(tensors: list[Tensor], indices: Sequence[int]) -> None:

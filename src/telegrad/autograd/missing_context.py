@@ -14,7 +14,7 @@ def warn_of_result(worker: str) -> None:
     """The result of a call requires a gradient, and no thread is inside a context."""
     _warn_once(
         "result",
-        f"the result of a call to worker {worker} requires a gradient, but the call was made outside of any context "
+        f"the result of a call to worker {worker!r} requires a gradient, but the call was made outside of any context "
         "(or after its context had ended), so no backward will reach that worker. Make the call, and call backward, "
         "inside `with telegrad.autograd.context() as context_id:`. If you want no gradient, make the call under "
         "torch.no_grad(), or return result.detach() there.",
@@ -25,7 +25,7 @@ def warn_of_thread(worker: str) -> None:
     """A call with tensors that require a gradient, by a thread outside of any context while another is inside one."""
     _warn_once(
         "thread",
-        f"a call to worker {worker} has tensors that require a gradient, but the calling thread is in no context, so "
+        f"a call to worker {worker!r} has tensors that require a gradient, but the calling thread is in no context, so "
         "backward will not go through the call. A context belongs to the thread that entered it, and another thread is "
         "in one now. To take it along to a thread pool, write `executor.submit(contextvars.copy_context().run, "
         "function, ...)`. If you want no gradient, make the call under torch.no_grad().",

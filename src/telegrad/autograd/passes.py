@@ -48,7 +48,7 @@ class Passes:
             floor = min(self._running)
         pass_id = PassId(self._me, number, random_bits(_TOKEN_BITS))
         head = PassHead(pass_id, context.id, retain_graph, create_graph, fast, floor)
-        this = Pass(self._me, head, context, self.name_of, self._report, roots, gradients, timeout)
+        this = Pass(self._me, head, context, self.name_of, self._tell_root, roots, gradients, timeout)
         context.passes[pass_id] = this
         return this
 
@@ -66,7 +66,7 @@ class Passes:
         ``messages`` begin with the ids of messages of this worker.  They must have gone to the sender: only the worker
         that received a tensor may give it a gradient.
         """
-        pass_id = head.pass_id
+        pass_id, root = head.pass_id, head.pass_id.root
         context = self._registry.find(head.context_id)
         if context is None:
             self._tell_root(pass_id, TelegradError(f"context {head.context_id} has ended on this worker"))
@@ -76,34 +76,34 @@ class Passes:
             if send is None or send.to != sender:
                 raise ProtocolError(f"it sent a gradient for message {message_id}, which did not go to it")
         known: Pass | None = context.passes.get(pass_id)
-        if known is None and pass_id.root != self._me:  # on the root, an unknown pass is one that has ended
-            self._agent.peer(pass_id.root)  # raises if there is no such worker, which could end the pass
-            known = self._make(context, head)
+        if known is None and root != self._me:  # on the root, an unknown pass is one that has ended
+            self._agent.peer(root)  # raises if there is no such worker, which could end the pass
+            with self._lock:
+                floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
+                ended = [old for old in list(context.passes) if old.root == root and old.number < floor]
+                failed = [context.passes.pop(old, None) for old in ended]
+                if pass_id.number >= floor and pass_id not in context.passes:
+                    context.passes[pass_id] = Pass(self._me, head, context, self.name_of, self._tell_root)
+                known = context.passes.get(pass_id)
+            for each in failed:
+                if each is not None and each.local.is_at_work:  # it has failed, and the EndPass is still on its way
+                    self.abort(each, TelegradError("the pass was ended: its root has begun another"))
         if known is not None:
             known.drawn_in_by.add(sender)
         return known
 
-    def _make(self, context: Context, head: PassHead) -> Pass | None:
-        pass_id, root = head.pass_id, head.pass_id.root
-        with self._lock:
-            floor = context.floors[root] = max(head.floor, context.floors.get(root, 0))
-            ended = []
-            for old in list(context.passes):
-                if old.root == root and old.number < floor:
-                    ended.append(context.passes.pop(old))
-            if pass_id.number >= floor and pass_id not in context.passes:
-                context.passes[pass_id] = Pass(self._me, head, context, self.name_of, self._report)
-            made: Pass | None = context.passes.get(pass_id)
-        for each in ended:
-            if each is not None and each.local.is_at_work:  # it has failed, and the EndPass is still on its way
-                self.abort(each, TelegradError("the pass was ended: its root has begun another"))
-        return made
+    def mark_ended(self, sender: int, message: EndPass) -> Pass | None:
+        """A worker says that a pass has failed; from now on a late message does not bring it back.
 
-    def mark_ended(self, sender: int, pass_id: PassId, context: Context) -> Pass | None:
-        """A worker says that a pass has failed; from now on a late message does not bring it back."""
+        Only its root may say so, and a worker that drew this one into it, or that may do so if it is not known here.
+        """
+        context, pass_id = self._registry.find(message.context_id), message.pass_id
+        if context is None:
+            return None
         with self._lock:
             this: Pass | None = context.passes.get(pass_id)
-            if sender != pass_id.root and not _may_end(sender, context, this):
+            may_draw_in = {send.to for send in list(context.sends.values())} if this is None else this.drawn_in_by
+            if sender != pass_id.root and sender not in may_draw_in:
                 raise ProtocolError("it ended a pass that it neither began nor drew this worker into")
             context.passes[pass_id] = None
         return this
@@ -115,9 +115,6 @@ class Passes:
     def _end_elsewhere(self, this: Pass, workers: Iterable[int], error: BaseException) -> None:
         for worker in workers:
             self._agent.send_message(worker, EndPass(this.id, this.context.id, str(error)))
-
-    def _report(self, this: Pass, error: BaseException) -> None:
-        self._tell_root(this.id, error)
 
     def _tell_root(self, pass_id: PassId, error: BaseException) -> None:
         """Says why a pass cannot end well."""
@@ -148,10 +145,3 @@ class Passes:
     def __iter__(self) -> Iterator[Pass]:
         for context in self._registry:
             yield from [this for this in list(context.passes.values()) if this is not None]
-
-
-def _may_end(sender: int, context: Context, this: Pass | None) -> bool:
-    """Whether that worker drew this one into a pass; or, if the pass is not known here yet, may do so."""
-    if this is not None:
-        return sender in this.drawn_in_by
-    return any(send.to == sender for send in list(context.sends.values()))

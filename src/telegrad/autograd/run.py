@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from telegrad._agent.agent import Agent
 from telegrad._torch import carry_in_engine, run_engine
-from telegrad._wire.messages import Finished, Gradients, PassHead
+from telegrad._wire.messages import Finished, Gradients
 from telegrad._wire.values import Bundle
 from telegrad.autograd.accumulate import Leaves, address_of
 from telegrad.autograd.backward_pass import Message, Pass, Steps
@@ -29,7 +29,7 @@ from telegrad.autograd.ddp import Reduction
 from telegrad.autograd.diagnostics import lost_in_backward
 from telegrad.autograd.functions import ANCHOR, Recv, engine_call
 from telegrad.autograd.gates import entries, gradient_or_zeros, wait_for_gradient
-from telegrad.autograd.graph import is_leaf_alone
+from telegrad.autograd.graph import ACCUMULATE, takes_as_it_is
 from telegrad.autograd.local_pass import Job
 from telegrad.errors import ProtocolError, UsageError, WorkerLostError
 
@@ -42,13 +42,13 @@ MessageParts = tuple[int, tuple[int, ...], tuple[int, ...]]  # as in Gradients
 class GradientBatch:
     """Gradients for one worker, which leave in one ``Gradients`` message."""
 
-    __slots__ = ("_messages", "counted", "finished", "tensors")
+    __slots__ = ("counted", "finished", "messages", "tensors")
 
     def __init__(self, counted: bool, tensors: Bundle) -> None:
         self.counted = counted
         self.tensors = tensors
         self.finished: Finished | None = None  # an answer that goes along
-        self._messages: list[MessageParts] = []
+        self.messages: list[MessageParts] = []
 
     def add(self, message_id: int, gradients: dict[int, Tensor | None]) -> None:
         """Adds the gradients of one message.  They are packed now: the node may use their memory again."""
@@ -65,15 +65,12 @@ class GradientBatch:
             tensors.append(gradient)
         if tensors:
             self.tensors.add(tensors)
-        self._messages.append((message_id, tuple(defined), tuple(undefined)))
+        self.messages.append((message_id, tuple(defined), tuple(undefined)))
 
     @property
     def may_grow(self) -> bool:
         """Whether it may wait for more gradients."""
-        return len(self._messages) < _FULL and self.tensors.is_small
-
-    def message(self, head: PassHead) -> Gradients:
-        return Gradients(head, tuple(self._messages), self.counted, self.finished)
+        return len(self.messages) < _FULL and self.tensors.is_small
 
 
 def unpack(messages: Iterable[MessageParts], tensors: Sequence[Tensor]) -> dict[int, dict[int, Tensor | None]]:
@@ -117,7 +114,8 @@ class Run:
         Units share a call if each has all its gradients and the engine comes to its recvs last: a call costs more than
         a small unit, and small units on several threads would only contend for the GIL.
         """
-        together = [job for job in jobs if job.unit.recvs_last and self.this.is_complete(job)] or jobs[:1]
+        arrived = self.this.local.arrived
+        together = [job for job in jobs if job.unit.recvs_last and arrived.issuperset(job.sources)] or jobs[:1]
         if len(together) < len(jobs):
             mine = set(together)
             self._submit(job for job in jobs if job not in mine)
@@ -132,10 +130,11 @@ class Run:
         this = self.this
         try:
             edges, gradients = entries(this, jobs)
-            if is_leaf_alone(edges, gradients) and self._leaves.after is None:
+            node = edges[0].node if len(edges) == 1 and self._leaves.after is None else None
+            if type(node) is ACCUMULATE and takes_as_it_is(node, gradients[0]):  # torch's engine is not needed
                 this.forget_gradients(jobs)
                 only: list[Tensor | None] = [gradients.pop()]
-                self._leaves.add(this, [edges[0].node], only)
+                self._leaves.add(this, [node], only)
             elif edges:
                 self._call_engine(jobs, edges, gradients)
             if this.reductions is not None:
@@ -217,7 +216,12 @@ class Run:
                 return
             batch = self._batches.get(to)
             if batch is None:
-                batch = self._batches[to] = self._new_batch(to)
+                counted = this.sends_to(to)
+                try:
+                    tensors = self._agent.tensors_for(to, this.head.create_graph)
+                except WorkerLostError:
+                    raise lost_in_backward(self._agent, to) from None
+                batch = self._batches[to] = GradientBatch(counted, tensors)
             for each in parts.values():
                 if each is not None:
                     this.memory_in_use.add(address_of(each))
@@ -234,13 +238,6 @@ class Run:
                 return
             del self._batches[to]
         self._send_batch(to, batch)
-
-    def _new_batch(self, to: int) -> GradientBatch:
-        counted = self.this.sends_to(to)
-        try:
-            return GradientBatch(counted, self._agent.tensors_for(to, self.this.head.create_graph))
-        except WorkerLostError:
-            raise lost_in_backward(self._agent, to) from None
 
     # --- sending ------------------------------------------------------------------------------------------------
 
@@ -260,7 +257,8 @@ class Run:
 
     def _send_batch(self, to: int, batch: GradientBatch) -> None:
         this = self.this
-        if this.error is None and not self._agent.send_message(to, batch.message(this.head), tensors=batch.tensors):
+        message = Gradients(this.head, tuple(batch.messages), batch.counted, batch.finished)
+        if this.error is None and not self._agent.send_message(to, message, tensors=batch.tensors):
             this.fail(lost_in_backward(self._agent, to))
 
 
@@ -269,11 +267,3 @@ def reduce(agent: Agent, leaves: Leaves, this: Pass, reductions: Iterable[Reduct
     for reduction in reductions:
         with agent.blocking():
             reduction.run(this.context, leaves.swapping)
-
-
-def reduce_rest(agent: Agent, leaves: Leaves, this: Pass) -> None:
-    """The same at the end of a pass, when no more gradients can come."""
-    if this.reductions is not None:
-        with this.lock:
-            rest = this.reductions.take_rest()
-        reduce(agent, leaves, this, rest)
