@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from support import PATIENCE, eventually, no_new_threads
+from support import PATIENCE, eventually, in_thread, no_new_threads
 from telegrad._core.interface import DataPlane, Handlers, How
 from telegrad._core.python.plane import PythonPlane
 from telegrad._ids import GlobalId
@@ -260,8 +260,6 @@ def big(size: int, seed: int) -> bytes:
 
 def run_together(actions: Sequence[Callable[[], Any]]) -> list[Any]:
     """Runs each on a thread of its own; returns their results, or raises the first error."""
-    from support import in_thread
-
     return [join() for join in [in_thread(action) for action in actions]]
 
 

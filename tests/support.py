@@ -1,4 +1,4 @@
-"""What the tests of workers share: waiting with a limit, gates that cross between workers, and looking for leaks."""
+"""What the tests of workers share: waiting with a limit, gates that cross between workers, and checks for leaks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
+
+from telegrad import autograd
 from telegrad._worker import Worker
+from telegrad.testing import Cluster, cluster
 
 PATIENCE = 30.0  # no test waits longer for one thing
 AT_ONCE = 5.0  # seconds: on a busy machine too, what waits for no heartbeat and no timeout is done within them
+NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}  # what autograd knows when no context is left
+
+both_modes = pytest.mark.parametrize("mode", ["smart", "fast"])
 
 
 def eventually(condition: Callable[[], object], timeout: float = PATIENCE) -> bool:
@@ -62,22 +69,58 @@ def pass_through(gate: Gate, result: Any = None) -> Any:
     return result
 
 
+# --- leaks ------------------------------------------------------------------------------------------------------------
+
+
+def known_on(workers: Cluster, name: str) -> dict[str, Any]:
+    """What autograd of one worker knows."""
+    with workers.on(name):
+        return autograd.debug_info()
+
+
+def assert_no_contexts(workers: Cluster) -> None:
+    """No worker keeps any part of a context."""
+    for name in [worker.name for worker in workers if not worker.closed]:
+        assert eventually(lambda name=name: known_on(workers, name) == NOTHING), (name, known_on(workers, name))
+
+
+def assert_nothing_left(workers: Cluster) -> None:
+    """No worker keeps any part of a context, and none is busy with a call or waits for one."""
+    assert_no_contexts(workers)
+    for agent in [worker.agent for worker in workers if not worker.closed]:
+        assert eventually(lambda plane=agent.plane: not plane.unfinished), f"busy: {agent!r}, {agent.plane!r}"
+        assert eventually(lambda calls=agent.calls: not len(calls)), f"waits: {agent.calls!r}"
+
+
 def _empty(worker: Worker) -> bool:
-    """An exception of a test may hold handles in a cycle with its traceback, and come into being only just now."""
-    if worker.references.wait_empty(0.1):
+    """A handle may be in a cycle, for example of an exception and its traceback."""
+    if worker.references.wait_empty(0.01):
         return True
     gc.collect()
-    return False
+    return worker.references.wait_empty(0.1)
 
 
 def assert_no_references(workers: Iterable[Worker]) -> None:
-    """Nobody holds, owns, expects or remembers any reference."""
+    """No worker holds, owns, expects or remembers any reference."""
     for worker in workers:
         if worker.closed:
             continue
         assert eventually(lambda worker=worker: _empty(worker)), f"leaked: {worker.references!r}"
         assert eventually(lambda worker=worker: not worker.references.broken), worker.references.broken
         worker.references.ledger.validate()
+
+
+@contextmanager
+def tidy_cluster(*names: str, **options: Any) -> Iterator[Cluster]:
+    """A cluster that must leave no context, call, reference or thread behind; the calling thread acts for the first."""
+    with no_new_threads(), cluster(*names, **{"timeout": PATIENCE, **options}) as workers, workers.on(names[0]):
+        yield workers
+        workers.faults.clear()
+        assert_nothing_left(workers)
+        assert_no_references(workers)
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
 
 
 def in_thread(action: Callable[[], Any]) -> Callable[[], Any]:

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,13 +16,23 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
+from support import (
+    NOTHING,
+    PATIENCE,
+    Gate,
+    assert_no_contexts,
+    assert_nothing_left,
+    eventually,
+    in_thread,
+    known_on,
+    pass_through,
+)
 from telegrad import autograd, rpc
 from telegrad._core.python.link import PythonLink
 from telegrad._wire import messages
 from telegrad.errors import MissingGradientError
 from telegrad.rpc.functions import async_execution
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster
 
 Call = Callable[..., Any]  # call(to, function, *args)
 
@@ -36,53 +46,6 @@ def _weights() -> None:
     for name in "abc":
         weight = torch.rand(3, dtype=torch.float64, generator=generator) + 0.5
         WEIGHTS[name] = weight.requires_grad_()
-
-
-@pytest.fixture(scope="module")
-def _workers() -> Iterator[Cluster]:
-    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        yield workers
-        assert_no_references(workers)
-
-
-@pytest.fixture
-def trio(_workers: Cluster) -> Iterator[Cluster]:
-    """Three workers, the same for all tests; the test acts for the first."""
-    with _workers.on("a"):
-        yield _workers
-        assert_nothing_left(_workers)
-        assert eventually(lambda: all(gc_and_empty(worker) for worker in _workers)), "somebody holds a reference"
-
-
-def gc_and_empty(worker: Any) -> bool:
-    if not (empty := worker.references.wait_empty(0.01)):
-        gc.collect()
-    return empty
-
-
-@pytest.fixture
-def fresh() -> Iterator[Cluster]:
-    """Three workers that have not done anything yet, and may be killed."""
-    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers, workers.on("a"):
-        yield workers
-        assert_nothing_left(workers)
-        assert_no_references(workers)
-
-
-NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
-
-
-def known_on(workers: Cluster, name: str) -> dict[str, Any]:
-    with workers.on(name):
-        return autograd.debug_info()
-
-
-def assert_nothing_left(workers: Cluster) -> None:
-    for worker in workers:
-        if not worker.closed:
-            assert eventually(lambda name=worker.name: known_on(workers, name) == NOTHING), known_on(
-                workers, worker.name
-            )
 
 
 def gradients(workers: Cluster, context_id: int) -> dict[str, Tensor | None]:
@@ -405,14 +368,14 @@ def test_a_wave_that_comes_back_to_its_parent_ends(trio: Cluster) -> None:
         check(trio, to_and_fro)
 
 
-def test_a_result_opened_on_a_fresh_thread_meets_what_was_sent(fresh: Cluster) -> None:
+def test_a_result_opened_on_a_fresh_thread_meets_what_was_sent(trio: Cluster) -> None:
     """Its node has the lowest sequence number that there is, and must still run before the send waits."""
 
     def program(call: Call) -> Tensor:
         shared = WEIGHTS["a"].exp()
         return (call("b", times, "b", shared) * shared).sum()
 
-    check(fresh, program, by_async)
+    check(trio, program, by_async)
 
 
 # --- what is recorded -------------------------------------------------------------------------------------------
@@ -1547,7 +1510,7 @@ def test_leaving_a_context_while_calls_are_in_flight(trio: Cluster) -> None:
         rref = rpc.remote("b", hold, (gate, WEIGHTS["a"].exp()))
         gate.wait_entered()
         assert contexts(trio)["b"] == 1
-    assert_nothing_left(trio)
+    assert_no_contexts(trio)
     gate.open()
     assert future.wait().shape == rref.to_here().shape == (3,)
     assert known_on(trio, "b") == known_on(trio, "c") == NOTHING
@@ -1563,22 +1526,22 @@ def test_a_late_call_of_a_context_that_was_dropped_leaves_nothing(trio: Cluster)
     assert_nothing_left(trio)
 
 
-def test_contexts_of_a_lost_creator_are_dropped(fresh: Cluster) -> None:
+def test_contexts_of_a_lost_creator_are_dropped(trio: Cluster) -> None:
     gate = Gate()
 
     def one() -> None:
-        with fresh.on("a"), autograd.context():
+        with trio.on("a"), autograd.context():
             rpc.rpc_sync("b", relay_to_c, (WEIGHTS["a"],))
             pass_through(gate)
 
     join = in_thread(one)
     gate.wait_entered()
-    assert contexts(fresh) == {"a": 1, "b": 1, "c": 1}
-    fresh.kill("a")
-    assert_nothing_left(fresh)
+    assert contexts(trio) == {"a": 1, "b": 1, "c": 1}
+    trio.kill("a")
+    assert_nothing_left(trio)
     gate.open()
     join()
-    with fresh.on("b"), autograd.context() as context_id:
+    with trio.on("b"), autograd.context() as context_id:
         autograd.backward(context_id, [rpc.rpc_sync("c", times, ("c", WEIGHTS["b"])).sum()])
         assert WEIGHTS["b"] in autograd.get_gradients(context_id)
 

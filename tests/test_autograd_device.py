@@ -8,11 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from programs import device, gradients
+from support import NOTHING, both_modes
 from worker_processes import WorkerProcess, join, leave, worker_processes
-
-NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
-
-both_modes = pytest.mark.parametrize("mode", ["smart", "fast"])
 
 
 @pytest.fixture(scope="module")

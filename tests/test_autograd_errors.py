@@ -11,14 +11,22 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from support import AT_ONCE, PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
+from support import (
+    AT_ONCE,
+    NOTHING,
+    Gate,
+    assert_nothing_left,
+    eventually,
+    in_thread,
+    known_on,
+)
 from telegrad import autograd, rpc
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
@@ -34,52 +42,7 @@ from telegrad._wire.messages import (
     TellMe,
 )
 from telegrad.errors import RpcTimeoutError, TelegradError, UsageError, WorkerLostError
-from telegrad.testing import Cluster, cluster
-
-NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
-
-
-@pytest.fixture(scope="module")
-def _calm() -> Iterator[Cluster]:
-    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        yield workers
-        assert_no_references(workers)
-
-
-@pytest.fixture
-def calm(_calm: Cluster) -> Iterator[Cluster]:
-    """Three workers, the same for all tests in which nothing happens to them; the test acts for the first."""
-    with _calm.on("a"):
-        yield _calm
-        assert_nothing_left(_calm)
-
-
-@pytest.fixture
-def trio() -> Iterator[Cluster]:
-    """Three workers that may be killed; the test acts for the first."""
-    with (
-        no_new_threads(),
-        cluster("a", "b", "c", timeout=PATIENCE) as workers,
-        workers.on("a"),
-    ):
-        yield workers
-        workers.faults.clear()
-        assert_nothing_left(workers)
-        assert_no_references(workers)
-
-
-def known_on(workers: Cluster, name: str) -> dict[str, Any]:
-    with workers.on(name):
-        return autograd.debug_info()
-
-
-def assert_nothing_left(workers: Cluster) -> None:
-    for worker in workers:
-        if not worker.closed:
-            assert eventually(lambda name=worker.name: known_on(workers, name) == NOTHING), known_on(
-                workers, worker.name
-            )
-            assert eventually(lambda worker=worker: not worker.agent.plane.unfinished), "a thread still waits"
+from telegrad.testing import Cluster
 
 
 def assert_no_pass_runs(workers: Cluster) -> None:
@@ -127,7 +90,7 @@ def far_source() -> None:
 # --- bad input --------------------------------------------------------------------------------------------------
 
 
-def test_no_such_context(calm: Cluster) -> None:
+def test_no_such_context(trio: Cluster) -> None:
     for use in (lambda number: autograd.backward(number, [leaf().sum()]), autograd.get_gradients):
         with pytest.raises(UsageError, match=r"no context 5: it has ended, or never was.*inside its `with` block"):
             use(5)
@@ -138,38 +101,38 @@ def test_no_such_context(calm: Cluster) -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 99 << 48, 1 << 80])
-def test_a_number_that_no_worker_of_this_job_can_have_made(calm: Cluster, number: int) -> None:
+def test_a_number_that_no_worker_of_this_job_can_have_made(trio: Cluster, number: int) -> None:
     with pytest.raises(UsageError, match=f"no context {number}"):
         autograd.get_gradients(number)
 
 
-def test_a_context_that_has_ended(calm: Cluster) -> None:
+def test_a_context_that_has_ended(trio: Cluster) -> None:
     with autograd.context() as context_id:
         rpc.rpc_sync("b", double, (leaf(),))
     with pytest.raises(UsageError, match=f"no context {context_id}: it has ended"):
         autograd.backward(context_id, [leaf().sum()])
     with pytest.raises(UsageError, match=f"no context {context_id}: it has ended"):
         autograd.get_gradients(context_id)
-    assert_nothing_left(calm)
-    with calm.on("b"), pytest.raises(UsageError, match=f"no context {context_id}: it has ended"):
+    assert_nothing_left(trio)
+    with trio.on("b"), pytest.raises(UsageError, match=f"no context {context_id}: it has ended"):
         autograd.get_gradients(context_id)
 
 
-def test_a_context_of_another_worker(calm: Cluster) -> None:
+def test_a_context_of_another_worker(trio: Cluster) -> None:
     with autograd.context() as context_id:
-        with calm.on("b"), pytest.raises(UsageError, match=f"no context {context_id} here: worker 'a' made it"):
+        with trio.on("b"), pytest.raises(UsageError, match=f"no context {context_id} here: worker 'a' made it"):
             autograd.get_gradients(context_id)
 
 
-def test_contexts_do_not_nest(calm: Cluster) -> None:
+def test_contexts_do_not_nest(trio: Cluster) -> None:
     with autograd.context() as context_id:
         with pytest.raises(UsageError, match=f"already in context {context_id}: contexts do not nest"):
             autograd.context().__enter__()
         with pytest.raises(UsageError, match="contexts do not nest"):
             rpc.rpc_sync("b", enter_a_context)
-        assert known_on(calm, "a")["contexts"] == [repr(next(iter(calm["a"].autograd.registry)))]
+        assert known_on(trio, "a")["contexts"] == [repr(next(iter(trio["a"].autograd.registry)))]
         rpc.rpc_sync("b", double, (leaf(),))  # still in the outer one
-        assert known_on(calm, "a")["sends"] == 1
+        assert known_on(trio, "a")["sends"] == 1
     with autograd.context():
         pass
 
@@ -179,7 +142,7 @@ def enter_a_context() -> None:
         pass
 
 
-def test_roots_must_be_a_list_of_something(calm: Cluster) -> None:
+def test_roots_must_be_a_list_of_something(trio: Cluster) -> None:
     with autograd.context() as context_id:
         for roots in (leaf().sum(), rpc.RRef(leaf().sum()), None, {leaf().sum()}, iter([leaf().sum()])):
             with pytest.raises(UsageError, match=r"takes a list of roots, not .*backward\(context_id, \[loss\]\)"):
@@ -189,7 +152,7 @@ def test_roots_must_be_a_list_of_something(calm: Cluster) -> None:
                 autograd.backward(context_id, empty)
 
 
-def test_a_root_must_be_a_tensor(calm: Cluster) -> None:
+def test_a_root_must_be_a_tensor(trio: Cluster) -> None:
     with autograd.context() as context_id:
         with pytest.raises(UsageError, match="root 1 is a str, not a tensor or an RRef to one"):
             autograd.backward(context_id, [leaf().sum(), "loss"])
@@ -199,7 +162,7 @@ def test_a_root_must_be_a_tensor(calm: Cluster) -> None:
             rpc.remote("b", str, (5,)).backward(context_id)
 
 
-def test_a_root_must_need_a_gradient(calm: Cluster) -> None:
+def test_a_root_must_need_a_gradient(trio: Cluster) -> None:
     with autograd.context() as context_id:
         with pytest.raises(UsageError, match="root 0 needs no gradient"):
             autograd.backward(context_id, [torch.ones(())])
@@ -212,7 +175,7 @@ def test_a_root_must_need_a_gradient(calm: Cluster) -> None:
         assert autograd.get_gradients(context_id) == {}
 
 
-def test_a_root_must_be_a_scalar_or_have_a_gradient_of_its_shape(calm: Cluster) -> None:
+def test_a_root_must_be_a_scalar_or_have_a_gradient_of_its_shape(trio: Cluster) -> None:
     with autograd.context() as context_id:
         root = rpc.rpc_sync("b", double, (leaf(),))
         with pytest.raises(UsageError, match=r"root 0 has shape \[3\]: backward needs a scalar, or grad_tensors"):
@@ -229,7 +192,7 @@ def test_a_root_must_be_a_scalar_or_have_a_gradient_of_its_shape(calm: Cluster) 
             autograd.backward(context_id, [root], grad_tensors=[])
 
 
-def test_a_complex_root_needs_a_gradient_as_it_does_locally(calm: Cluster) -> None:
+def test_a_complex_root_needs_a_gradient_as_it_does_locally(trio: Cluster) -> None:
     root = (leaf() * 1j).sum()
     with pytest.raises(RuntimeError, match="real scalar"):
         root.backward(retain_graph=True)
@@ -238,14 +201,14 @@ def test_a_complex_root_needs_a_gradient_as_it_does_locally(calm: Cluster) -> No
             autograd.backward(context_id, [root])
 
 
-def test_a_mode_that_is_none(calm: Cluster) -> None:
+def test_a_mode_that_is_none(trio: Cluster) -> None:
     with autograd.context() as context_id:
         for mode in ("SMART", "", None, 1):
             with pytest.raises(UsageError, match="mode is 'smart' or 'fast', not "):
                 autograd.backward(context_id, [leaf().sum()], mode=mode)
 
 
-def test_a_timeout_that_is_none(calm: Cluster) -> None:
+def test_a_timeout_that_is_none(trio: Cluster) -> None:
     with autograd.context() as context_id:
         with pytest.raises(UsageError, match="a timeout is a number of seconds"):
             autograd.backward(context_id, [leaf().sum()], timeout=-3)
@@ -255,7 +218,7 @@ def plain_backward(tensor: Tensor) -> None:
     double(tensor).sum().backward()
 
 
-def test_a_plain_backward_through_a_received_tensor_says_what_to_call(calm: Cluster) -> None:
+def test_a_plain_backward_through_a_received_tensor_says_what_to_call(trio: Cluster) -> None:
     with autograd.context() as context_id:
         advice = re.escape(f"telegrad.autograd.backward({context_id}, [loss])")
         with pytest.raises(UsageError, match=advice):
@@ -267,7 +230,7 @@ def test_a_plain_backward_through_a_received_tensor_says_what_to_call(calm: Clus
 
 
 @pytest.mark.parametrize("where", ["here", "over there"])
-def test_a_second_backward_without_retain_graph(calm: Cluster, where: str) -> None:
+def test_a_second_backward_without_retain_graph(trio: Cluster, where: str) -> None:
     with autograd.context() as context_id:
         tensor = leaf()
         loss = rpc.rpc_sync("b", torch.exp, (tensor,)).sum() if where == "over there" else tensor.exp().sum()
@@ -275,7 +238,7 @@ def test_a_second_backward_without_retain_graph(calm: Cluster, where: str) -> No
         with pytest.raises(RuntimeError, match="backward through the graph a second time") as caught:
             autograd.backward(context_id, [loss])
         assert ("on worker 'b'" in str(caught.value)) == (where == "over there")
-        assert_no_pass_runs(calm)
+        assert_no_pass_runs(trio)
     meeting_sources()
 
 
@@ -354,7 +317,7 @@ KINDS = ["hook", "hook of a received tensor", "custom backward", "hook after acc
 @pytest.mark.parametrize("mode", ["smart", "fast"])
 @pytest.mark.parametrize("far", [False, True], ids=["next to the root", "behind another worker"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_over_there_comes_out_of_backward(calm: Cluster, kind: str, far: bool, mode: Any) -> None:
+def test_an_error_over_there_comes_out_of_backward(trio: Cluster, kind: str, far: bool, mode: Any) -> None:
     with autograd.context() as context_id:
         shared = leaf() * 1
         if far:
@@ -370,23 +333,23 @@ def test_an_error_over_there_comes_out_of_backward(calm: Cluster, kind: str, far
         assert f"This was raised on worker {'c' if far else 'b'!r}:" in text
         assert "in bad_hook" in text
         assert 'raise ZeroDivisionError("no gradient today")' in text
-        assert_no_pass_runs(calm)
-    assert_nothing_left(calm)
+        assert_no_pass_runs(trio)
+    assert_nothing_left(trio)
     meeting_sources()
 
 
-def test_an_error_here_comes_out_of_backward_with_its_own_traceback(calm: Cluster) -> None:
+def test_an_error_here_comes_out_of_backward_with_its_own_traceback(trio: Cluster) -> None:
     with autograd.context() as context_id:
         loss = with_hook(bad_hook, rpc.rpc_sync("b", double, (leaf(),))).sum()
         with pytest.raises(ZeroDivisionError, match=r"^no gradient today$") as caught:
             autograd.backward(context_id, [loss])
         story = "".join(traceback.format_exception(caught.value))
         assert "in bad_hook" in story
-        assert_no_pass_runs(calm)
+        assert_no_pass_runs(trio)
     meeting_sources()
 
 
-def test_an_error_that_cannot_be_rebuilt_still_comes_out(calm: Cluster) -> None:
+def test_an_error_that_cannot_be_rebuilt_still_comes_out(trio: Cluster) -> None:
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("b", with_hook, (odd_hook, leaf())).sum()
         with pytest.raises(Exception, match=r"(?s)\(1, 2\).*on worker 'b'.*in odd_hook"):
@@ -394,7 +357,7 @@ def test_an_error_that_cannot_be_rebuilt_still_comes_out(calm: Cluster) -> None:
     meeting_sources()
 
 
-def test_a_gradient_of_the_wrong_shape(calm: Cluster) -> None:
+def test_a_gradient_of_the_wrong_shape(trio: Cluster) -> None:
     with autograd.context() as context_id:
         loss = rpc.rpc_sync("b", WrongShape.apply, (leaf(),)).sum()
         with pytest.raises(RuntimeError, match=r"(?s)invalid gradient at index 0.*on worker 'b'"):
@@ -402,23 +365,23 @@ def test_a_gradient_of_the_wrong_shape(calm: Cluster) -> None:
     meeting_sources()
 
 
-def test_errors_on_several_workers_at_once(calm: Cluster) -> None:
+def test_errors_on_several_workers_at_once(trio: Cluster) -> None:
     for _ in range(3):
         with autograd.context() as context_id:
             shared = leaf() * 1
             loss = sum(rpc.rpc_sync(to, with_hook, (bad_hook, shared)).sum() for to in "bcbc") + shared.sum()
             with pytest.raises(ZeroDivisionError, match=r"on worker '[bc]'"):
                 autograd.backward(context_id, [loss])
-        assert_nothing_left(calm)
+        assert_nothing_left(trio)
     meeting_sources()
 
 
-def test_an_error_of_one_pass_leaves_another_alone(calm: Cluster) -> None:
+def test_an_error_of_one_pass_leaves_another_alone(trio: Cluster) -> None:
     gate = Gate()
 
     def slow() -> list[float]:
         x = leaf()
-        with calm.on("a"), autograd.context() as context_id:
+        with trio.on("a"), autograd.context() as context_id:
             loss = rpc.rpc_sync("b", with_hook, (GateHook(gate), x)).sum()
             autograd.backward(context_id, [loss])
             return autograd.get_gradients(context_id)[x].tolist()

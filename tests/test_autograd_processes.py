@@ -7,10 +7,10 @@ import time
 import pytest
 
 from programs import gradients, remote_functions
+from support import NOTHING
 from worker_processes import WorkerProcess, join, leave, running_workers, worker_processes
 
 MB = 1 << 20
-NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
 
 # d/dx of sum(3x · w · 3x), and of that with a second factor w on the way, for w = 2
 DIRECT = [36.0] * 4

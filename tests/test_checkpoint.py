@@ -27,7 +27,7 @@ from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
 import worker_processes
-from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
+from support import PATIENCE, Gate, eventually, in_thread
 from telegrad import autograd, checkpoint, rpc
 from telegrad._current import current_worker
 from telegrad.checkpoint import CheckpointError, fanout, json_state, tensors
@@ -36,20 +36,6 @@ from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, Wo
 from telegrad.nn import RemoteModule, remote_side
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
-
-
-@pytest.fixture(scope="module")
-def _workers() -> Iterator[Cluster]:
-    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        yield workers
-        assert_no_references(workers)
-
-
-@pytest.fixture
-def trio(_workers: Cluster) -> Iterator[Cluster]:
-    with _workers.on("a"):
-        yield _workers
-
 
 # --- a model on many workers --------------------------------------------------------------------------------------
 
@@ -703,12 +689,13 @@ def test_without_a_worker(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def saved(trio: Cluster, tmp_path: Path) -> Model:
+def saved(trio: Cluster, tmp_path: Path) -> Iterator[Model]:
     model = Model("abc")
     model.train(range(2))
     checkpoint.save(tmp_path, model.things, metadata="x")
     model.train(range(2, 4))  # so that loading would be noticed
-    return model
+    yield model
+    vars(model).clear()  # pytest holds the model for longer than the workers live
 
 
 def assert_refused(model: Model, path: Path, things: dict[str, Any] | None = None) -> list[str]:

@@ -38,7 +38,7 @@ from telegrad.errors import (
 from telegrad.launch import free_port
 from telegrad.rpc import RpcBackendOptions, foreign_rpc
 from telegrad.rpc.stores import JobStore
-from worker_processes import PROGRAMS, clean_environment
+from worker_processes import PROGRAMS, clean_environment, run_python
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -65,19 +65,9 @@ def sleep(seconds: float) -> float:
 # --- in all processes of a program ----------------------------------------------------------------------------------
 
 
-def run(*command: str, timeout: float = 90, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *command],
-        env={**clean_environment(), **environment},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
 @pytest.mark.parametrize("how", ["torch", "fork", "forkserver", "spawn"])
 def test_a_program_and_its_children(how: str) -> None:
-    done = run("-m", "telegrad", "compat", str(PROGRAMS / "compat.py"), how, str(free_port()))
+    done = run_python("-m", "telegrad", "compat", str(PROGRAMS / "compat.py"), how, str(free_port()))
     assert "sum 3 by telegrad.compat.rpc.api" in done.stdout, done.stderr
     assert "there telegrad.compat.rpc.api" in done.stdout
     assert done.returncode == 0
@@ -86,7 +76,7 @@ def test_a_program_and_its_children(how: str) -> None:
 def test_a_program_under_torchrun() -> None:
     port = str(free_port())
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    done = run("-m", "telegrad.compat", *launcher, str(PROGRAMS / "compat.py"), "launched", port)
+    done = run_python("-m", "telegrad.compat", *launcher, str(PROGRAMS / "compat.py"), "launched", port)
     assert "sum 3 by telegrad.compat.rpc.api" in done.stdout, done.stderr
     assert "there telegrad.compat.rpc.api" in done.stdout
 
@@ -106,7 +96,7 @@ def test_install_from_code_reaches_what_was_imported_before() -> None:
         f"assert os.environ[{VARIABLE!r}]\n"
         "print('in place')\n"
     )
-    done = run("-c", code, PYTHONPATH=str(SOURCE))
+    done = run_python("-c", code, PYTHONPATH=str(SOURCE))
     assert "in place" in done.stdout, done.stderr
 
 
@@ -136,15 +126,15 @@ def test_names_on_a_torch_without_rpc(tmp_path: Path) -> None:
     without = str(PROGRAMS / "torch_without_rpc")
     (tmp_path / "probe.py").write_text(WITHOUT_RPC)
     probe = [str(tmp_path / "probe.py")]
-    assert run(*probe, PYTHONPATH=without).stderr.endswith("no RPC\n")
-    done = run("-m", "telegrad", "compat", *probe, PYTHONPATH=without)
+    assert run_python(*probe, PYTHONPATH=without).stderr.endswith("no RPC\n")
+    done = run_python("-m", "telegrad", "compat", *probe, PYTHONPATH=without)
     assert done.stdout == "RPC of telegrad.compat.rpc\n", done.stderr
 
 
 def test_a_program_on_a_torch_without_rpc() -> None:
     without = str(PROGRAMS / "torch_without_rpc")
     program = [str(PROGRAMS / "compat.py"), "fork", str(free_port())]
-    done = run("-m", "telegrad", "compat", *program, PYTHONPATH=without)
+    done = run_python("-m", "telegrad", "compat", *program, PYTHONPATH=without)
     assert "sum 3 by telegrad.compat.rpc.api" in done.stdout, done.stderr
     assert "there telegrad.compat.rpc.api" in done.stdout
     assert done.returncode == 0
@@ -158,7 +148,7 @@ def test_install_is_refused_while_torchs_rpc_runs(tmp_path: Path) -> None:
         "try:\n    telegrad.compat.install()\nexcept Exception as error:\n    print(type(error).__name__, error)\n"
         "rpc.shutdown()\n"
     )
-    done = run("-c", code, PYTHONPATH=str(SOURCE))
+    done = run_python("-c", code, PYTHONPATH=str(SOURCE))
     assert "UsageError torch's own RPC is running in this process" in done.stdout, done.stderr
     assert "before init_rpc" in done.stdout
 
@@ -170,7 +160,7 @@ def test_a_process_without_torch_stays_without_it_and_runs_its_own_sitecustomize
     adopt_children(environment)
     assert environment["PYTHONPATH"].split(os.pathsep) == [SITE, str(tmp_path)]
     code = "import sys; print('torch' in sys.modules, any(p.endswith('compat/site') for p in sys.path))"
-    done = run("-c", code, **environment)
+    done = run_python("-c", code, **environment)
     assert done.stdout.split("\n")[:2] == ["the other one", "False False"], done.stderr
 
 
@@ -187,7 +177,7 @@ def test_a_look_for_torch_before_its_import_changes_nothing(tmp_path: Path) -> N
         "import importlib.util\nassert importlib.util.find_spec('torch')\nassert importlib.util.find_spec('torch')\n"
         "import torch.distributed.rpc as rpc\nprint(rpc.__name__)\n"
     )
-    done = run("-m", "telegrad", "compat", str(program))
+    done = run_python("-m", "telegrad", "compat", str(program))
     assert done.stdout == "telegrad.compat.rpc\n", done.stderr
 
 
@@ -217,7 +207,7 @@ if __name__ == "__main__":
 
 def test_a_graceful_shutdown_goes_on_without_a_worker_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / "dying.py").write_text(DYING)
-    done = run("-m", "telegrad", "compat", str(tmp_path / "dying.py"), str(free_port()))
+    done = run_python("-m", "telegrad", "compat", str(tmp_path / "dying.py"), str(free_port()))
     assert done.stdout == "left\nleft\n", done.stdout + done.stderr
 
 
@@ -237,7 +227,7 @@ def test_the_command_names_a_script_that_is_not_there(capsys: pytest.CaptureFixt
 
 def test_the_exit_code_is_the_programs_own(tmp_path: Path) -> None:
     (tmp_path / "leave.py").write_text("import sys; sys.exit(int(sys.argv[1]))\n")
-    assert run("-m", "telegrad.compat", str(tmp_path / "leave.py"), "7").returncode == 7
+    assert run_python("-m", "telegrad.compat", str(tmp_path / "leave.py"), "7").returncode == 7
 
 
 # --- what cannot be -------------------------------------------------------------------------------------------------
@@ -297,7 +287,7 @@ def test_a_worker_of_torch_in_the_same_job_is_noticed(ours: int, theirs: int) ->
     environment = {**clean_environment(), "PYTHONPATH": str(SOURCE)}
     other = subprocess.Popen([*command, "torch", str(theirs), where], env=environment, stderr=subprocess.DEVNULL)
     try:
-        done = run("-c", MIXED, "telegrad", str(ours), where, PYTHONPATH=str(SOURCE), timeout=40)
+        done = run_python("-c", MIXED, "telegrad", str(ours), where, PYTHONPATH=str(SOURCE), timeout=40)
     finally:
         other.kill()
         other.wait()
@@ -334,7 +324,7 @@ def test_a_worker_with_a_world_size_and_one_without(tmp_path: Path) -> None:
     )
     store = torch.distributed.PrefixStore("telegrad/0/0", torch.distributed.FileStore(f"{tmp_path}/store", -1))
     store.set("size", "closed")
-    done = run("-c", code, PYTHONPATH=str(SOURCE))
+    done = run_python("-c", code, PYTHONPATH=str(SOURCE))
     assert "other workers of this job were given a world size, and this one none" in done.stderr
 
 
@@ -462,7 +452,7 @@ def test_a_reference_shows_itself_as_torchs(alone: Any) -> None:
 
 
 def test_methods_as_functions_and_references_as_tuples() -> None:
-    done = run("-m", "telegrad", "compat", str(PROGRAMS / "compat_references.py"), str(free_port()))
+    done = run_python("-m", "telegrad", "compat", str(PROGRAMS / "compat_references.py"), str(free_port()))
     assert "methods as functions" in done.stdout, done.stderr
     assert "references as tuples" in done.stdout, done.stderr
     assert done.stdout.count("left") == 3, done.stderr
@@ -497,21 +487,24 @@ def test_the_agents_metrics_have_torchs_keys(alone: Any) -> None:
         "agent.server_active_calls": "0",
         "agent.thread_pool_size": "16",
     }
-    assert eventually(lambda: agent.get_metrics() == quiet)
+    assert eventually(lambda: agent.get_metrics() == quiet), agent.get_metrics()
     gate, future = Gate(), torch.futures.Future()
     _awaited.append(future)
     running = alone.rpc_async("alone", pass_through, (gate,))
     waiting = alone.rpc_async("alone", _wait_for_it)
-    gate.wait_entered()
-    assert eventually(lambda: agent.get_metrics()["agent.server_active_async_calls"] == "1")
-    busy = agent.get_metrics()
-    assert (busy["agent.client_active_calls"], busy["agent.server_active_calls"]) == ("2", "2")
-    assert busy["agent.num_idle_threads"] == "15"
+    busy = {
+        "agent.client_active_calls": "2",
+        "agent.num_idle_threads": "15",
+        "agent.server_active_async_calls": "1",
+        "agent.server_active_calls": "2",
+        "agent.thread_pool_size": "16",
+    }
+    assert eventually(lambda: agent.get_metrics() == busy), agent.get_metrics()
     gate.open()
     future.set_result(3)
     running.wait()
     assert waiting.wait() == 3
-    assert eventually(lambda: agent.get_metrics() == quiet)
+    assert eventually(lambda: agent.get_metrics() == quiet), agent.get_metrics()
     assert quiet.keys() <= agent.get_debug_info().keys()
 
 

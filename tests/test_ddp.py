@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Iterator
@@ -24,17 +22,11 @@ from telegrad import autograd, rpc
 from telegrad.autograd.ddp import Swapping
 from telegrad.launch import free_port
 from telegrad.testing import cluster
-from worker_processes import PROGRAMS, clean_environment
+from worker_processes import PROGRAMS, telegrad_run
 
 
 def run(workers: int, program: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "telegrad", "run", "--workers", str(workers), str(program), str(free_port())],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+    done = telegrad_run(workers, program, free_port())
     return f"{done.stdout}\n{done.stderr}"
 
 

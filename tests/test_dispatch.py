@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads
+from support import PATIENCE, Gate, eventually, in_thread
 from telegrad import autograd, rpc
 from telegrad._agent.marshal import Marshal
 from telegrad._wire import by_value, callables
@@ -25,20 +25,7 @@ from telegrad._wire.messages import Call
 from telegrad.errors import RpcTimeoutError, SerializationError, TelegradError, UsageError
 from telegrad.testing import Cluster, cluster
 
-
-@pytest.fixture(autouse=True)
-def _no_threads_left() -> Iterator[None]:
-    with no_new_threads():
-        yield
-
-
-@pytest.fixture
-def trio() -> Iterator[Cluster]:
-    """Three workers; the test acts for the first."""
-    with cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        with workers.on("a"):
-            yield workers
-            assert_no_references(workers)
+pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 class Counter:

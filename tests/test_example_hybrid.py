@@ -20,7 +20,7 @@ from types import ModuleType
 import pytest
 
 from examples import EXAMPLES, difference, run_example
-from worker_processes import clean_environment
+from worker_processes import clean_environment, run_python
 
 HYBRID = EXAMPLES / "hybrid"
 STEPS = 40
@@ -94,8 +94,7 @@ def test_it_trains_under_telegrad_run(tmp_path: Path) -> None:
 
 def test_the_demo_starts_its_workers_itself(tmp_path: Path) -> None:
     drawn = tmp_path / "a new folder" / "loss.svg"
-    command = [sys.executable, str(HYBRID / "demo.py"), *NORMAL, "--picture", str(drawn)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=LIMIT)
+    done = run_python(HYBRID / "demo.py", *NORMAL, "--picture", drawn, timeout=LIMIT)
     assert done.returncode == 0, done.stdout + done.stderr
     # On a busy machine it says for whom it waits.
     assert [line for line in done.stderr.splitlines() if not re.search(" waits for | has waited ", line)] == []

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from examples import EXAMPLES, difference, run_example
-from worker_processes import clean_environment
+from examples import EXAMPLES, difference, load_example, run_example
+from worker_processes import telegrad_run
 
 SMALL = ("--steps", "8", "--batch", "256", "--width", "192")
 
@@ -30,15 +27,6 @@ pipeline.main()
 """
 
 
-def module(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"example_{name}", EXAMPLES / "pipeline" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 @pytest.fixture(scope="module")
 def output() -> str:
     return run_example("pipeline", 4, *SMALL, timeout=110)
@@ -46,7 +34,7 @@ def output() -> str:
 
 @pytest.fixture(scope="module")
 def timeline() -> ModuleType:
-    return module("timeline")
+    return load_example("pipeline", "timeline")
 
 
 def test_it_trains_as_one_process_does(output: str) -> None:
@@ -72,13 +60,7 @@ def test_every_stage_is_drawn_forward_and_backward(output: str) -> None:
 
 def test_it_fails_if_one_process_gives_something_else(tmp_path: Path) -> None:
     (program := tmp_path / "wrong.py").write_text(WRONG.format(folder=str(EXAMPLES / "pipeline")))
-    done = subprocess.run(
-        [sys.executable, "-m", "telegrad", "run", "--workers", "4", str(program), "--steps", "1", "--width", "8"],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = telegrad_run(4, program, "--steps", 1, "--width", 8)
     assert done.returncode == 1
     assert difference(done.stdout) > 1e-9
     assert "the stages computed something else than one process does" in done.stderr
@@ -86,7 +68,7 @@ def test_it_fails_if_one_process_gives_something_else(tmp_path: Path) -> None:
 
 def test_the_difference_sees_one_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES / "pipeline")
-    pipeline = module("pipeline")
+    pipeline = load_example("pipeline", "pipeline")
     ours = pipeline.OneProcess(4).parameters()
     theirs = pipeline.OneProcess(4).parameters()
     assert pipeline.largest_difference(ours, theirs) == 0

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from examples import EXAMPLES, difference, run_example
-from worker_processes import clean_environment
+from examples import EXAMPLES, difference, load_example, run_example
+from worker_processes import telegrad_run
 
 SMALL = ("--windows", "60", "--length", "15")
 
@@ -41,12 +38,7 @@ rnn.main()
 
 @pytest.fixture(scope="module")
 def rnn() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("example_rnn", EXAMPLES / "rnn" / "rnn.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return load_example("rnn", "rnn")
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +66,7 @@ def test_it_writes_letters_of_its_alphabet(output: str, rnn: ModuleType) -> None
 
 def test_a_norm_of_each_part_alone_would_be_noticed(tmp_path: Path) -> None:
     (program := tmp_path / "wrong.py").write_text(WRONG.format(folder=str(EXAMPLES / "rnn")))
-    done = subprocess.run(
-        [sys.executable, "-m", "telegrad", "run", "--workers", "3", str(program), *SMALL],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
+    done = telegrad_run(3, program, *SMALL)
     assert done.returncode == 1, done.stderr
     assert difference(done.stdout) > 1e-9
     assert "the workers computed something else than one process does" in done.stderr

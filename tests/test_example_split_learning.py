@@ -17,7 +17,7 @@ import torch
 
 from examples import EXAMPLES, difference, run_example
 from telegrad.launch import free_port
-from worker_processes import clean_environment
+from worker_processes import clean_environment, run_python
 
 FOLDER = EXAMPLES / "split_learning"
 
@@ -120,13 +120,7 @@ def test_a_lab_that_cheats_gets_nothing_either(tmp_path: Path) -> None:
         text=True,
     )
     try:
-        done = subprocess.run(
-            [*python, rogue, trap],
-            env=clean_environment(RANK="1", **job),
-            capture_output=True,
-            text=True,
-            timeout=90,
-        )
+        done = run_python("-P", rogue, trap, **job, RANK="1")
         assert done.returncode == 0, done.stderr
         _, errors = hospital.communicate(timeout=15)
         assert hospital.returncode == 0, errors

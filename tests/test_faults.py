@@ -7,12 +7,12 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from support import AT_ONCE, PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
+from support import AT_ONCE, Gate, assert_no_references, eventually, in_thread, pass_through
 from telegrad import rpc
 from telegrad._agent.peers import PeerState
 from telegrad._wire.messages import (
@@ -26,23 +26,17 @@ from telegrad._wire.messages import (
     UserDelete,
 )
 from telegrad.errors import RpcTimeoutError, UsageError, WorkerLostError
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster
 
 INTERNAL = [ForkRequest, ForkAccepted, ChildConfirmed, UserDelete]
 REQUESTS = [Call, RemoteCall, Fetch, Reply]
 
+pytestmark = pytest.mark.usefixtures("no_threads_left")
+
 
 @pytest.fixture(autouse=True)
-def _no_threads_left() -> Iterator[None]:
-    with no_new_threads():
-        yield
-
-
-@pytest.fixture
-def trio() -> Iterator[Cluster]:
-    with cluster("a", "b", "c", timeout=PATIENCE) as workers, workers.on("a"):
-        _alive.clear()  # a worker that an earlier test killed keeps what it had
-        yield workers
+def _none_alive() -> None:
+    _alive.clear()  # a worker that an earlier test killed keeps what it had
 
 
 _alive: weakref.WeakSet[Value] = weakref.WeakSet()

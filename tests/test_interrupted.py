@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,12 +16,6 @@ from telegrad.errors import SerializationError
 from telegrad.optim.fanout import ask_all
 from telegrad.rpc.options import RpcBackendOptions
 from telegrad.testing import Cluster, cluster
-
-
-@pytest.fixture
-def pair() -> Iterator[Cluster]:
-    with cluster("a", "b", timeout=PATIENCE) as workers:
-        yield workers
 
 
 def answer(number: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,17 +15,16 @@ from torch import Tensor, nn
 from support import PATIENCE
 from telegrad import autograd, rpc
 from telegrad.autograd import missing_context
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster
 
 LAYER = nn.Linear(3, 1)
 
 
 @pytest.fixture
-def duo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def pair(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     """Two workers; no warning was given yet."""
     monkeypatch.setattr(missing_context, "_given", set())
-    with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
-        yield workers
+    return pair
 
 
 def forward(tensor: Tensor) -> Tensor:
@@ -76,7 +75,7 @@ def _in_a_list(tensor: Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", FORGOTTEN)
-def test_a_result_that_requires_a_gradient_outside_of_any_context(duo: Cluster, way: str) -> None:
+def test_a_result_that_requires_a_gradient_outside_of_any_context(pair: Cluster, way: str) -> None:
     (caught,) = warnings_of(FORGOTTEN[way])
     worker = "'a'" if way == "to oneself" else "'b'"
     assert caught.category is UserWarning
@@ -86,35 +85,35 @@ def test_a_result_that_requires_a_gradient_outside_of_any_context(duo: Cluster, 
     assert warnings_of(FORGOTTEN[way]) == []
 
 
-def test_the_warning_names_the_line_of_the_call(duo: Cluster) -> None:
+def test_the_warning_names_the_line_of_the_call(pair: Cluster) -> None:
     (caught,) = warnings_of(lambda: rpc.rpc_sync("b", forward, (BATCH,)))
     assert caught.filename == __file__
 
 
-def test_a_result_outside_of_any_context_is_a_leaf_as_before(duo: Cluster) -> None:
+def test_a_result_outside_of_any_context_is_a_leaf_as_before(pair: Cluster) -> None:
     result = rpc.rpc_sync("b", forward, (BATCH,))
     assert result.requires_grad
     assert result.is_leaf
 
 
 @pytest.mark.parametrize("function", [forward_without_gradient, detached])
-def test_a_result_that_requires_none(duo: Cluster, function: Any) -> None:
+def test_a_result_that_requires_none(pair: Cluster, function: Any) -> None:
     assert warnings_of(lambda: rpc.rpc_sync("b", function, (BATCH,))) == []
 
 
 @pytest.mark.parametrize("function", [weight, plain_leaf])
-def test_a_leaf_that_is_fetched(duo: Cluster, function: Any) -> None:
+def test_a_leaf_that_is_fetched(pair: Cluster, function: Any) -> None:
     assert warnings_of(lambda: rpc.rpc_sync("b", function)) == []
     assert warnings_of(lambda: rpc.remote("b", function).to_here()) == []
 
 
-def test_a_caller_that_wants_no_gradients(duo: Cluster) -> None:
+def test_a_caller_that_wants_no_gradients(pair: Cluster) -> None:
     with torch.no_grad():
         assert warnings_of(lambda: rpc.rpc_sync("b", forward, (BATCH,))) == []
         assert warnings_of(lambda: rpc.rpc_async("b", forward, (BATCH,)).wait()) == []
 
 
-def test_inside_a_context(duo: Cluster) -> None:
+def test_inside_a_context(pair: Cluster) -> None:
     def train() -> None:
         with autograd.context() as context_id:
             autograd.backward(context_id, [rpc.rpc_sync("b", forward, (BATCH,)).sum()])
@@ -136,28 +135,28 @@ def in_a_pool(workers: Cluster, function: Callable[..., Any], *args: Any) -> Any
         return executor.submit(act).result(PATIENCE)
 
 
-def test_a_result_that_a_thread_outside_of_the_context_gets(duo: Cluster) -> None:
+def test_a_result_that_a_thread_outside_of_the_context_gets(pair: Cluster) -> None:
     with autograd.context():
-        (caught,) = warnings_of(lambda: in_a_pool(duo, rpc.rpc_sync, "b", forward, (BATCH,)))
+        (caught,) = warnings_of(lambda: in_a_pool(pair, rpc.rpc_sync, "b", forward, (BATCH,)))
         assert str(caught.message).startswith("a call to worker 'b' has tensors that require a gradient")
         assert "executor.submit(contextvars.copy_context().run, function, ...)" in str(caught.message)
-        assert warnings_of(lambda: in_a_pool(duo, rpc.rpc_sync, "b", forward, (BATCH,))) == []
+        assert warnings_of(lambda: in_a_pool(pair, rpc.rpc_sync, "b", forward, (BATCH,))) == []
 
 
 @pytest.mark.parametrize("argument", [plain_leaf(), plain_leaf() * 2], ids=["leaf", "with history"])
-def test_an_argument_that_a_thread_outside_of_the_context_sends(duo: Cluster, argument: Tensor) -> None:
+def test_an_argument_that_a_thread_outside_of_the_context_sends(pair: Cluster, argument: Tensor) -> None:
     with autograd.context():
-        (caught,) = warnings_of(lambda: in_a_pool(duo, rpc.rpc_sync, "b", shape_of, (argument,)))
+        (caught,) = warnings_of(lambda: in_a_pool(pair, rpc.rpc_sync, "b", shape_of, (argument,)))
         assert str(caught.message).startswith("a call to worker 'b' has tensors that require a gradient")
 
 
-def test_a_thread_that_does_something_else(duo: Cluster) -> None:
+def test_a_thread_that_does_something_else(pair: Cluster) -> None:
     """Calls without gradients, of a thread that loads data say, while another trains."""
 
     def others() -> None:
-        in_a_pool(duo, rpc.rpc_sync, "b", shape_of, (BATCH,))
-        in_a_pool(duo, rpc.rpc_sync, "b", forward_without_gradient, (BATCH,))
-        in_a_pool(duo, rpc.rpc_sync, "b", weight)
+        in_a_pool(pair, rpc.rpc_sync, "b", shape_of, (BATCH,))
+        in_a_pool(pair, rpc.rpc_sync, "b", forward_without_gradient, (BATCH,))
+        in_a_pool(pair, rpc.rpc_sync, "b", weight)
         with torch.no_grad():
             rpc.rpc_sync("b", forward, (BATCH,))
 
@@ -165,11 +164,11 @@ def test_a_thread_that_does_something_else(duo: Cluster) -> None:
         assert warnings_of(others) == []
 
 
-def test_arguments_while_no_thread_is_in_a_context(duo: Cluster) -> None:
+def test_arguments_while_no_thread_is_in_a_context(pair: Cluster) -> None:
     assert warnings_of(lambda: rpc.rpc_sync("b", shape_of, (plain_leaf() * 2,))) == []
 
 
-def test_a_context_can_be_taken_along_to_a_thread_pool(duo: Cluster) -> None:
+def test_a_context_can_be_taken_along_to_a_thread_pool(pair: Cluster) -> None:
     """What the warning says to do gives the gradients that one thread gets."""
     batches = [torch.full((2, 3), float(number)) for number in range(1, 4)]
     (expected,) = torch.autograd.grad(torch.stack([LAYER(batch) for batch in batches]).sum(), LAYER.weight)
@@ -181,7 +180,7 @@ def test_a_context_can_be_taken_along_to_a_thread_pool(duo: Cluster) -> None:
                 for batch in batches
             ]
             autograd.backward(context_id, [torch.stack([call.result(PATIENCE) for call in calls]).sum()])
-            with duo.on("b"):
+            with pair.on("b"):
                 return autograd.get_gradients(context_id)[LAYER.weight]
 
     found: list[Tensor] = []

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from support import PATIENCE
 from telegrad import autograd, rpc
 from telegrad.compat import node_hooks
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def pair(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     monkeypatch.setattr(node_hooks, "_seen", [False])
-    with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
-        for worker in workers:
-            node_hooks.watch(worker.autograd.leaves)
-        yield workers
+    for worker in pair:
+        node_hooks.watch(worker.autograd.leaves)
+    return pair
 
 
 def hooked(leaf: Tensor, seen: list[Any]) -> Any:

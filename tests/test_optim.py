@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from support import PATIENCE, assert_no_references, in_thread, no_new_threads
+from support import PATIENCE, in_thread
 from telegrad import autograd, rpc
 from telegrad._current import current_worker
 from telegrad.errors import SerializationError, UsageError, WorkersFailedError
@@ -44,19 +44,6 @@ def _layers() -> Iterator[None]:
     yield
     LAYERS.clear()
     gc.collect()
-
-
-@pytest.fixture(scope="module")
-def _workers() -> Iterator[Cluster]:
-    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        yield workers
-        assert_no_references(workers)
-
-
-@pytest.fixture
-def trio(_workers: Cluster) -> Iterator[Cluster]:
-    with _workers.on("a"):
-        yield _workers
 
 
 def layer() -> nn.Module:

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from support import PATIENCE, Gate, eventually, in_thread, pass_through
+from support import PATIENCE, Gate, assert_nothing_left, eventually, in_thread, pass_through
 from telegrad import autograd, rpc
 from telegrad._wire.messages import EndPass
 from telegrad.autograd.context import Registry
 from telegrad.errors import WorkerLostError
 from telegrad.testing import Cluster, cluster
-from worker_processes import PROGRAMS, clean_environment
+from worker_processes import PROGRAMS, telegrad_run
 
-NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
 WEIGHT = torch.tensor([2.0, 3.0], requires_grad=True)
-
-
-@pytest.fixture
-def trio() -> Iterator[Cluster]:
-    with cluster("a", "b", "c", graceful=False, timeout=PATIENCE) as workers, workers.on("a"):
-        yield workers
-
-
-def assert_nothing_left(workers: Cluster, *names: str) -> None:
-    for name in names:
-        with workers.on(name):
-            assert eventually(lambda: autograd.debug_info() == NOTHING), autograd.debug_info()
-            assert eventually(lambda name=name: workers[name].agent.plane.unfinished == 0), workers[name].agent.plane
 
 
 def times_weight(tensor: Tensor) -> Tensor:
@@ -44,13 +27,7 @@ def times_weight(tensor: Tensor) -> Tensor:
 
 
 def test_threads_with_contexts_of_their_own_read_one_link_in_turns() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "telegrad", "run", "--workers", "2", str(PROGRAMS / "attending.py")],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = telegrad_run(2, PROGRAMS / "attending.py")
     assert "all right" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -132,7 +109,7 @@ def test_a_pass_that_overtakes_the_end_of_a_failed_one_ends_it(trio: Cluster) ->
         autograd.backward(context_id, [good], retain_graph=True)
         assert autograd.get_gradients(context_id)[leaf].tolist() == [2.0, 3.0]
         assert fault.hits == 1
-    assert_nothing_left(trio, "a", "b", "c")
+    assert_nothing_left(trio)
 
 
 # --- contexts that nobody would end -------------------------------------------------------------------------------
@@ -161,7 +138,7 @@ def test_a_call_of_a_lost_worker_that_waited_in_the_queue_makes_no_context() -> 
             waits.wait()
             with pytest.raises(WorkerLostError):
                 call.wait()
-        assert_nothing_left(workers, "a", "c")
+        assert_nothing_left(workers)
 
 
 def test_a_message_that_goes_out_while_its_context_ends_leaves_nothing_behind(
@@ -182,7 +159,7 @@ def test_a_message_that_goes_out_while_its_context_ends_leaves_nothing_behind(
     context.workers = Slow(told)
     rpc.rpc_sync("b", times_weight, (torch.ones(2, requires_grad=True),))
     entered.__exit__(None, None, None)
-    assert_nothing_left(trio, "a", "b")
+    assert_nothing_left(trio)
 
 
 def test_a_late_message_does_not_bring_back_a_context_whose_end_its_sender_told() -> None:

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from torch.distributed import HashStore, TCPStore
 
@@ -292,19 +293,25 @@ def port() -> int:
     return free_port()
 
 
-def reaches(host: str, port: int) -> bool:
+def refusal(host: str, port: int) -> str:
+    """Why no connection can be made there; empty if one can."""
     try:
-        socket.create_connection((host, port), 5).close()
-    except OSError:
-        return False
-    return True
+        socket.create_connection((host, port), PATIENCE).close()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def assert_on_loopback_only(port: int) -> None:
+    """Every address of 127.0.0.0/8 is this host's, and a server that listens on all addresses answers there too."""
+    listening = [each for each in psutil.net_connections("tcp") if each.laddr[1:] == (port,)]
+    assert refusal("127.0.0.1", port) == "", listening
+    assert "refused" in refusal("127.0.0.2", port), listening
 
 
 def test_without_a_secret_the_store_is_served_on_loopback_only(port: int) -> None:
-    """Every address of 127.0.0.0/8 is this host's, and a server that listens on all addresses answers there too."""
     store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=True)
-    assert reaches("127.0.0.1", port)
-    assert not reaches("127.0.0.2", port)
+    assert_on_loopback_only(port)
     client = open_store(f"tcp://127.0.0.1:{port}", 1, 2, PATIENCE, local=True)
     store.set("key", "value")
     assert client.get("key") == "value"
@@ -313,7 +320,7 @@ def test_without_a_secret_the_store_is_served_on_loopback_only(port: int) -> Non
 
 def test_with_a_secret_the_store_is_served_on_all_addresses(port: int) -> None:
     store = open_store(f"tcp://127.0.0.1:{port}", 0, 2, PATIENCE, local=False)
-    assert reaches("127.0.0.2", port)
+    assert refusal("127.0.0.2", port) == ""
     del store
 
 
@@ -321,8 +328,7 @@ def test_the_name_of_this_host_means_loopback(port: int, monkeypatch: pytest.Mon
     monkeypatch.setenv("MASTER_ADDR", socket.gethostname())
     monkeypatch.setenv("MASTER_PORT", str(port))
     store = open_store("env://", 0, 2, PATIENCE, local=True)
-    assert reaches("127.0.0.1", port)
-    assert not reaches("127.0.0.2", port)
+    assert_on_loopback_only(port)
     del store
 
 

@@ -7,7 +7,7 @@ import gc
 import inspect
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn, optim
 from torch.distributed.nn import RemoteModule as TorchRemoteModule
 
-from support import PATIENCE, assert_no_references, no_new_threads
+from support import PATIENCE, assert_no_references
 from telegrad import autograd, rpc
 from telegrad._wire.messages import Call
+from telegrad._worker import Worker
 from telegrad.errors import (
     NotInitializedError,
     RpcTimeoutError,
@@ -90,20 +91,6 @@ class Outer(nn.Module):
         return self.second(self.first(x))
 
 
-@pytest.fixture(scope="module")
-def _workers() -> Iterator[Cluster]:
-    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        yield workers
-        gc.collect()
-        assert_no_references(workers)
-
-
-@pytest.fixture
-def trio(_workers: Cluster) -> Iterator[Cluster]:
-    with _workers.on("a"):
-        yield _workers
-
-
 def batch(number: int = 0) -> Tensor:
     return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
 
@@ -170,26 +157,36 @@ def test_its_attributes_are_those_of_torch(trio: Cluster) -> None:
         ]
 
 
-def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster) -> None:
-    agents = [worker.agent for worker in trio]
-    before = sum(agent.calls.started for agent in agents)
+def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[str, str]] = []  # the calls of all workers: by whom, and of what
+
+    def note(worker: Worker) -> None:
+        start = worker.agent.calls.start
+
+        def noted(peer: Any, what: str, *args: Any, **kwargs: Any) -> Any:
+            made.append((worker.name, what))
+            return start(peer, what, *args, **kwargs)
+
+        monkeypatch.setattr(worker.agent.calls, "start", noted)
+
+    for worker in trio:
+        note(worker)
     remote = RemoteModule("b", Block, (4, 3))
+    assert len(made) == 1, made
     state = Block(4, 3).state_dict()
-    for count, action in enumerate(
-        (
-            lambda: remote,
-            lambda: remote(batch()),
-            lambda: remote.forward_async(batch()).wait(),
-            lambda: remote.train(),
-            lambda: remote.remote_parameters(),
-            lambda: remote.state_dict(),
-            lambda: remote.load_state_dict(state),
-            lambda: RemoteModule.init_from_module_rref("b", remote.get_module_rref()),
-        ),
-        start=1,
-    ):
+    actions: dict[str, Callable[[], Any]] = {
+        "forward": lambda: remote(batch()),
+        "forward_async": lambda: remote.forward_async(batch()).wait(),
+        "train": remote.train,
+        "remote_parameters": remote.remote_parameters,
+        "state_dict": remote.state_dict,
+        "load_state_dict": lambda: remote.load_state_dict(state),
+        "from a reference": lambda: RemoteModule.init_from_module_rref("b", remote.get_module_rref()),
+    }
+    for name, action in actions.items():
+        made.clear()
         action()
-        assert sum(agent.calls.started for agent in agents) == before + count
+        assert len(made) == 1, (name, made)
 
 
 def test_a_forward_counts_no_references() -> None:

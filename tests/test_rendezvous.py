@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,9 +20,9 @@ from worker_processes import (
     PROGRAMS,
     Pending,
     WorkerProcess,
-    clean_environment,
     join,
     leave,
+    run_python,
     worker_processes,
 )
 
@@ -109,14 +107,7 @@ def test_rank_and_world_size_in_the_url(pair: list[WorkerProcess]) -> None:
 )
 def test_a_launcher_starts_a_job(launcher: list[str]) -> None:
     command = [part.format(port=free_port()) for part in launcher]
-    done = subprocess.run(
-        [sys.executable, *command, str(PROGRAMS / "job.py")],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
+    done = run_python(*command, PROGRAMS / "job.py")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "worker0 of 2: all well" in done.stdout
     assert "worker1 of 2: all well" in done.stdout

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from worker_processes import PROGRAMS, clean_environment
+from worker_processes import PROGRAMS, telegrad_run
 
 STEPS = 18
 
 
 def train(folder: Path, *more: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "telegrad", "run", "-n", "3", str(PROGRAMS / "restart.py"), str(folder), *more],
-        env=clean_environment(),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = telegrad_run(3, PROGRAMS / "restart.py", folder, *more)
     return done.returncode, f"{done.stdout}\n{done.stderr}"
 
 

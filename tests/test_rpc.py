@@ -8,14 +8,14 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from support import AT_ONCE, PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
+from support import AT_ONCE, PATIENCE, Gate, assert_no_references, eventually, in_thread, pass_through
 from telegrad import rpc
 from telegrad._wire.messages import Reply
 from telegrad.errors import (
@@ -28,21 +28,7 @@ from telegrad.errors import (
 )
 from telegrad.testing import Cluster, cluster
 
-
-@pytest.fixture(autouse=True)
-def _no_threads_left() -> Iterator[None]:
-    with no_new_threads():
-        yield
-
-
-@pytest.fixture
-def pair() -> Iterator[Cluster]:
-    """Two workers; the test acts for the first."""
-    with cluster("a", "b", timeout=PATIENCE) as workers:
-        with workers.on("a"):
-            yield workers
-            assert_no_references(workers)
-            assert all(eventually(lambda worker=worker: not len(worker.agent.calls)) for worker in workers)
+pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 # --- what may be called -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, no_new_threads, pass_through
+from support import PATIENCE, Gate, assert_no_references, eventually, in_thread, pass_through
 from telegrad import rpc
 from telegrad._agent.failures import let_go_of_frames
 from telegrad._ids import GlobalId
@@ -26,21 +26,13 @@ from telegrad.errors import NotInitializedError, RpcTimeoutError, SerializationE
 from telegrad.optim import DistributedOptimizer
 from telegrad.testing import Cluster, cluster
 
-
-@pytest.fixture(autouse=True)
-def _no_threads_left() -> Iterator[None]:
-    with no_new_threads():
-        yield
+pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 @pytest.fixture
-def trio() -> Iterator[Cluster]:
-    """Three workers; the test acts for the first, and must leave no reference behind."""
-    with cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        with workers.on("a"):
-            yield workers
-            _kept.clear()
-            assert_no_references(workers)
+def trio(trio: Cluster) -> Iterator[Cluster]:
+    yield trio
+    _kept.clear()
 
 
 _kept: dict[str, Any] = {}  # what functions of the workers keep between calls

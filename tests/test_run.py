@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from support import PATIENCE, assert_no_references, eventually, no_new_threads
+from support import (
+    PATIENCE,
+    assert_nothing_left,
+    both_modes,
+    eventually,
+    known_on,
+)
 from telegrad import autograd, rpc
 from telegrad._wire.messages import Gradients
 from telegrad._worker import Worker
 from telegrad.autograd import graph, run
 from telegrad.autograd.functions import engine_call
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster
 
 Call = Callable[..., Any]  # call(to, function, *args)
 Mode = Literal["smart", "fast"]
-NOTHING = {"contexts": [], "passes": [], "sends": 0, "recvs": 0}
-
-both_modes = pytest.mark.parametrize("mode", ["smart", "fast"])
 
 #: What each worker has of its own.
 WEIGHTS: dict[str, Tensor] = {}
@@ -46,32 +49,6 @@ def _weights() -> Iterator[None]:
     yield
     WEIGHTS.clear()
     SEEN.clear()
-
-
-@pytest.fixture(scope="module")
-def _workers() -> Iterator[Cluster]:
-    with no_new_threads(), cluster("a", "b", "c", timeout=PATIENCE) as workers:
-        yield workers
-        assert_no_references(workers)
-
-
-@pytest.fixture
-def trio(_workers: Cluster) -> Iterator[Cluster]:
-    """Three workers, the same for all tests; the test acts for the first."""
-    with _workers.on("a"):
-        yield _workers
-        assert_nothing_left(_workers)
-
-
-def known_on(workers: Cluster, name: str) -> dict[str, Any]:
-    with workers.on(name):
-        return autograd.debug_info()
-
-
-def assert_nothing_left(workers: Cluster) -> None:
-    for worker in workers:
-        assert eventually(lambda name=worker.name: known_on(workers, name) == NOTHING), known_on(workers, worker.name)
-        assert eventually(lambda worker=worker: not worker.agent.plane.unfinished), "a thread still waits"
 
 
 # --- what is sent and run ---------------------------------------------------------------------------------------

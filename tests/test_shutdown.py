@@ -5,14 +5,13 @@ from __future__ import annotations
 import operator
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from support import AT_ONCE, PATIENCE, Gate, eventually, in_thread, no_new_threads, our_threads, pass_through
+from support import AT_ONCE, PATIENCE, Gate, eventually, in_thread, our_threads, pass_through
 from telegrad import rpc
 from telegrad._agent import barrier
 from telegrad._agent.barrier import BarrierLeader
@@ -21,11 +20,7 @@ from telegrad._worker import missing_at_barrier
 from telegrad.errors import NotInitializedError, RpcTimeoutError, UsageError, WorkerLostError
 from telegrad.testing import Cluster, cluster
 
-
-@pytest.fixture(autouse=True)
-def _no_threads_left() -> Iterator[None]:
-    with no_new_threads():
-        yield
+pytestmark = pytest.mark.usefixtures("no_threads_left")
 
 
 _done: list[str] = []

@@ -6,7 +6,6 @@ import contextlib
 import operator
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,12 +31,11 @@ def note_down(value: Any) -> Any:
 
 
 @pytest.fixture
-def pair() -> Iterator[Cluster]:
-    """Two workers that have called each other; the test acts for a."""
-    with no_new_threads(), cluster("a", "b", timeout=PATIENCE, graceful=False) as workers, workers.on("a"):
-        rpc.rpc_sync("b", rpc.rpc_sync, ("a", abs, (1,)))
-        ran.clear()
-        yield workers
+def pair(pair: Cluster) -> Cluster:
+    """Two workers that have called each other."""
+    rpc.rpc_sync("b", rpc.rpc_sync, ("a", abs, (1,)))
+    ran.clear()
+    return pair
 
 
 def is_lost(workers: Cluster, on: str, peer: str) -> bool:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from telegrad import _torch
-from worker_processes import clean_environment
+from worker_processes import run_python
 
 SOURCE = Path(__file__).parent.parent / "src" / "telegrad"
 
@@ -59,7 +57,8 @@ def test_the_engine_is_run_without_an_import_of_sympy() -> None:
         torch.autograd.grad((root,), (edge,), (torch.ones(()),))
         assert "sympy" in sys.modules
     """
-    subprocess.run([sys.executable, "-c", program], check=True, env=clean_environment(), timeout=100)
+    done = run_python("-c", program)
+    assert done.returncode == 0, done.stderr
 
 
 def test_of_nodes_that_are_ready_the_one_with_the_highest_number_runs_first() -> None:

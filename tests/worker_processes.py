@@ -51,6 +51,23 @@ def clean_environment(**more: str) -> dict[str, str]:
     return {**env, "PYTHONPATH": f"{SOURCE}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1", **more}
 
 
+def run_python(*command: object, timeout: float = 110, **more: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python command`` to its end; ``more`` goes into its environment."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        env=clean_environment(**more),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def telegrad_run(workers: int, *command: object, timeout: float = 110) -> subprocess.CompletedProcess[str]:
+    """Runs ``telegrad run --workers N command`` to its end."""
+    return run_python("-m", "telegrad", "run", "--workers", workers, *command, timeout=timeout)
+
+
 class Pending:
     """An order under way."""
 
