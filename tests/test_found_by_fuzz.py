@@ -19,7 +19,7 @@ from telegrad import autograd, rpc
 from telegrad._agent import failures
 from telegrad._core.python.plane import PythonPlane
 from telegrad._ids import GlobalId, PassId
-from telegrad._rref import ledger
+from telegrad._rref import owner_counts
 from telegrad._transport.refusals import LINES, RefusalLog
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire import codec
@@ -215,7 +215,7 @@ def _local_value(workers: Cluster, fork: RRefFork) -> Any:
 def test_one_worker_makes_another_expect_a_bounded_number_of_values(
     job: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "MOST_EXPECTED", 10)
+    monkeypatch.setattr(owner_counts, "MOST_EXPECTED", 10)
     for number in range(30):
         send(job, Fetch(1 << 40 | number, GlobalId(job["b"].id, number)))
     with pytest.raises(ProtocolError, match="values that have not come"):

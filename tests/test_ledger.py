@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from telegrad._ids import GlobalId, WorkerId
-from telegrad._rref import ledger as ledger_module
-from telegrad._rref.instructions import Broken, Free, Instruction, Send
-from telegrad._rref.ledger import Ledger
+from telegrad._rref import owner_counts
+from telegrad._rref.ledger import Broken, Free, GiveUp, Instruction, Ledger, Send
 from telegrad._wire.messages import (
     ChildConfirmed,
     ForkAccepted,
@@ -50,7 +49,7 @@ def confirmed_remote(a: Ledger, o: Ledger) -> GlobalId:
 def test_a_remote_value_lives_until_its_creator_drops_it() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    assert o.owner_ids == {x}
+    assert o.owned.ids == {x}
     assert a.drop(x) == [Send(O, UserDelete(x, x))]
     assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
     assert a.empty
@@ -69,7 +68,7 @@ def test_a_drop_before_the_confirmation_waits_for_it() -> None:
 def test_local_handles_are_counted() -> None:
     o = Ledger(O)
     x = o.create_local()
-    o.hold(x)
+    assert o.receive(o.share(x, None, O)) == (None, [])
     assert o.release(x) == []
     assert o.release(x) == [Free(x)]
     with pytest.raises(UsageError, match="release of 3:0 on worker 3 as owner"):
@@ -79,8 +78,8 @@ def test_local_handles_are_counted() -> None:
 def test_the_owner_counts_what_it_shares_at_once() -> None:
     a, _, _, o = ledgers()
     x = o.create_local()
-    fork = o.share(x, None, A, "int")
-    assert fork == RRefFork(x, fork.fork_id, O, O, "int")
+    fork = o.share(x, None, A)
+    assert fork == RRefFork(x, fork.fork_id, O, O)
     assert o.release(x) == []
     assert a.receive(fork) == (fork.fork_id, [])
     assert a.is_confirmed(fork.fork_id)
@@ -142,7 +141,7 @@ def test_user_to_owner_becomes_a_local_handle() -> None:
 def test_a_request_lends_to_the_owner_and_nothing_follows() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    fork = a.lend_or_share(x, x, O)
+    fork = a.share(x, x, O, answered=True)
     assert (fork.fork_id, fork.lent) == (x, True)
     assert o.receive(fork) == (None, [])
     assert a.counts()["pending_children"] == 0
@@ -154,7 +153,7 @@ def test_a_request_lends_to_the_owner_and_nothing_follows() -> None:
 def test_a_request_to_another_than_the_owner_shares() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    fork = a.lend_or_share(x, x, C)
+    fork = a.share(x, x, C, answered=True)
     assert not fork.lent
     assert fork.fork_id != x
 
@@ -162,14 +161,14 @@ def test_a_request_to_another_than_the_owner_shares() -> None:
 def test_what_was_lent_and_not_sent_needs_nothing() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    assert a.unshare(a.lend_or_share(x, x, O)) == []
+    assert a.unshare(a.share(x, x, O, answered=True)) == []
 
 
 def test_only_the_owner_can_be_lent_to() -> None:
     a, _, c, o = ledgers()
     x = confirmed_remote(a, o)
     with pytest.raises(ProtocolError, match="lent a reference of worker 3 to worker 2"):
-        c.receive(a.lend_or_share(x, x, O))
+        c.receive(a.share(x, x, O, answered=True))
 
 
 def test_the_owner_shares_with_itself() -> None:
@@ -231,7 +230,7 @@ def test_a_shared_handle_reaches_the_owner_before_the_remote_call() -> None:
     assert o.receive(fork) == (None, [Send(A, ChildConfirmed(fork.fork_id))])
     assert o.release(x) == []
     assert o.remote_arrived(x, x, A) == []
-    assert o.owner_ids == {x}
+    assert o.owned.ids == {x}
 
 
 def test_a_user_delete_overtakes_the_remote_call() -> None:
@@ -262,7 +261,7 @@ def test_the_late_call_still_serves_those_who_hold_its_value() -> None:
 
 
 def test_a_tombstone_outlives_any_number_of_other_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "ENDED_FORKS_REMEMBERED", 2)
+    monkeypatch.setattr(owner_counts, "ENDED_FORKS_REMEMBERED", 2)
     a, _, _, o = ledgers()
     x, _ = a.create_remote(O)
     o.on_message(A, UserDelete(x, x))
@@ -445,13 +444,13 @@ def test_the_owner_receives_a_value_that_it_freed_after_a_loss() -> None:
     assert o.empty
 
 
-def test_an_expected_value_breaks_with_its_creator() -> None:
+def test_an_expected_value_is_given_up_with_its_creator() -> None:
     a, _, c, o = ledgers()
     x, _ = a.create_remote(O)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
     o.on_message(C, ForkRequest(x, child))
-    assert o.worker_lost(A) == [Broken(x)]
+    assert o.worker_lost(A) == [GiveUp(x, A)]
     assert o.on_message(C, UserDelete(x, child)) == [Free(x)]
 
 
@@ -583,7 +582,7 @@ def test_a_worker_cannot_return_the_fork_of_another_to_the_owner() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
     give(o, RRefFork(x, x, O, C))
-    assert o.owner_ids == {x}
+    assert o.owned.ids == {x}
     assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
 
 
@@ -600,7 +599,7 @@ def test_a_worker_cannot_return_to_the_owner_what_it_gave_to_another() -> None:
     o.on_message(A, UserDelete(x, x))
     o.on_message(C, UserDelete(x, given.fork_id))
     give(o, passed_on)
-    assert o.owner_ids == {x}, "B holds it"
+    assert o.owned.ids == {x}, "B holds it"
     assert o.on_message(B, UserDelete(x, passed_on.fork_id)) == [Free(x)]
 
 
@@ -705,11 +704,6 @@ class World:
         self.arrived.add(rref_id)
         self.add_handle(worker, rref_id, None)
 
-    def copy(self, handle: Handle) -> None:
-        if handle.fork_id is None:
-            self.ledgers[handle.worker].hold(handle.rref_id)
-            self.add_handle(handle.worker, handle.rref_id, None)
-
     def share(self, handle: Handle, to: WorkerId) -> None:
         try:
             fork = self.ledgers[handle.worker].share(handle.rref_id, handle.fork_id, to)
@@ -726,7 +720,7 @@ class World:
             return
         owner = self.owner[handle.rref_id]
         try:
-            fork = self.ledgers[handle.worker].lend_or_share(handle.rref_id, handle.fork_id, owner)
+            fork = self.ledgers[handle.worker].share(handle.rref_id, handle.fork_id, owner, answered=True)
         except WorkerLostError:
             assert self.killed or handle.fork_id in self.failed
             return
@@ -762,7 +756,7 @@ class World:
         assert ledger.on_message(STRANGER, UserDelete(rref_id, fork_id)) == []
         for kind in (ForkAccepted, ForkRefused, ChildConfirmed):
             assert ledger.on_message(STRANGER, kind(fork_id)) == []
-        if victim == self.owner[rref_id] and rref_id in ledger.owner_ids:
+        if victim == self.owner[rref_id] and rref_id in ledger.owned.ids:
             # The id of a reference is that of its creator's fork, which may be gone already.
             assert ledger.on_message(STRANGER, ForkRequest(rref_id, rref_id)) in (
                 [Send(STRANGER, ForkRefused(rref_id))],
@@ -847,6 +841,9 @@ class World:
                     assert self.owner[rref_id] == worker
                     self.freed.add(rref_id)
                     self.frees[rref_id] += rref_id in self.arrived
+                case GiveUp(rref_id, lost):
+                    assert lost in self.killed
+                    assert rref_id not in self.arrived
                 case Broken(fork_id):
                     if fork_id in self.failed:
                         continue
@@ -887,7 +884,7 @@ class World:
                 self.confirmed.add(handle.fork_id)
         for handle in (*self.handles, *self.kept.values()):
             if handle.fork_id is None:
-                assert handle.rref_id in self.ledgers[handle.worker].owner_ids, f"{handle} has no value"
+                assert handle.rref_id in self.ledgers[handle.worker].owned.ids, f"{handle} has no value"
             elif self.protected(handle.fork_id):
                 assert handle.rref_id not in self.freed, f"{handle} was freed"
         for packet in self.network:
@@ -932,8 +929,6 @@ def run_random_program(seed: int, max_kills: int, steps: int = 60) -> None:
             world.share(rng.choice(world.handles), rng.choice(list(world.ledgers)))
         elif move < 0.50 and world.handles:
             world.drop(rng.choice(world.handles))
-        elif move < 0.53 and world.handles:
-            world.copy(rng.choice(world.handles))
         elif move < 0.58 and world.network:
             packet = rng.choice(world.network)
             if packet.source not in world.killed:
@@ -1000,11 +995,6 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS)
     def drop(self, number: int) -> None:
         self.world.drop(self.handle(number))
-
-    @precondition(lambda self: self.world.handles)
-    @rule(number=NUMBERS)
-    def copy(self, number: int) -> None:
-        self.world.copy(self.handle(number))
 
     @precondition(lambda self: self.world.network)
     @rule(number=NUMBERS, again=st.booleans())

@@ -16,9 +16,8 @@ from telegrad._agent.agent import Agent
 from telegrad._agent.dispatch import execute
 from telegrad._agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad._core.interface import How, Link
-from telegrad._ids import GlobalId, IdSource, WorkerId
-from telegrad._rref.instructions import Broken, Free, Instruction, Send
-from telegrad._rref.ledger import Ledger
+from telegrad._ids import GlobalId, WorkerId
+from telegrad._rref.ledger import Broken, Free, GiveUp, Instruction, Ledger, Send
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
     ChildConfirmed,
@@ -103,8 +102,7 @@ class References:
 
     def __init__(self, agent: Agent, make_handle: Callable[[References, RRefFork, GlobalId | None], Any]) -> None:
         self.agent = agent
-        me = WorkerId(agent.me.worker_id)
-        self.ledger = Ledger(me, IdSource(me))
+        self.ledger = Ledger(WorkerId(agent.me.worker_id))
         self.broken: dict[GlobalId, TelegradError | None] = {}
         self._make_handle = make_handle
         self._lock = threading.Lock()
@@ -155,9 +153,7 @@ class References:
     def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int, answered: bool) -> RRefFork:
         """For a message to ``to``; if that is to be ``answered``, the owner needs no fork of its own."""
         with self._lock:
-            if answered and fork_id is not None:
-                return self.ledger.lend_or_share(rref_id, fork_id, WorkerId(to))
-            return self.ledger.share(rref_id, fork_id, WorkerId(to))
+            return self.ledger.share(rref_id, fork_id, WorkerId(to), answered)
 
     def unshare(self, fork: RRefFork) -> None:
         self._obey(partial(self.ledger.unshare, fork))
@@ -172,8 +168,7 @@ class References:
             if fork.owner == self.agent.me.worker_id and fork_id is None and fork.rref_id not in self._owned:
                 expected = self._owned[fork.rref_id] = Owned()
                 if fork.rref_id.created_on in self._lost:
-                    # Behind the calls of that worker that are here and wait for a thread, as in ``_worker_lost``.
-                    self.agent.plane.submit(_end_orphans, [expected], fork.rref_id.created_on, call=True)
+                    self._give_up(expected, WorkerId(fork.rref_id.created_on))
         handle = self._make_handle(self, fork, fork_id)
         self._carry_out(instructions)
         return handle
@@ -230,7 +225,7 @@ class References:
             value = self._owned.get(rref_id)
             if value is None:
                 teller = WorkerId(self.agent.me.worker_id if asked_by is None else asked_by)
-                if rref_id.created_on in self._lost or not self.ledger.expects(rref_id, teller):
+                if rref_id.created_on in self._lost or not self.ledger.owned.expects(rref_id, teller):
                     raise WorkerLostError(f"the value of reference {rref_id} is gone: its users were lost")
                 # Its RemoteCall is still on the way: another worker was told of it sooner.
                 value = self._owned[rref_id] = Owned()
@@ -324,10 +319,19 @@ class References:
                     if freed is not None and not freed.begun:
                         freed.set(None, WorkerLostError(f"the value of reference {rref_id} will not come"))
                     del freed  # outside the lock: the value may hold references itself
+                case GiveUp(rref_id, worker):
+                    with self._lock:
+                        value = self._owned.get(rref_id)
+                    if value is not None:
+                        self._give_up(value, worker)
                 case Broken(fork_id):
                     with self._lock:
                         if self.ledger.is_held(fork_id):
                             self.broken.setdefault(fork_id, None)
+
+    def _give_up(self, value: Owned, worker: WorkerId) -> None:
+        """Behind the calls of that worker that are here and wait for a thread: they may still make the value."""
+        self.agent.plane.submit(_fail_unless_begun, value, worker, call=True)
 
     def _on_message(self, sender: int, message: Any, _: Callable[[], Any]) -> None:
         self._obey(lambda: self.ledger.on_message(WorkerId(sender), message))
@@ -336,15 +340,7 @@ class References:
         with self._lock:
             self._lost.add(worker)
             instructions = self.ledger.worker_lost(WorkerId(worker))
-            orphans = [
-                value
-                for rref_id, value in self._owned.items()
-                if not value.begun and (rref_id.created_on == worker or self.ledger.has_given_up(rref_id))
-            ]
         self._carry_out(instructions)
-        if orphans:
-            # Behind the calls of that worker that are here and wait for a thread: they will make their values yet.
-            self.agent.plane.submit(_end_orphans, orphans, worker, call=True)
 
     # --- seeing it ----------------------------------------------------------------------------------------------
 
@@ -370,8 +366,6 @@ class References:
         return f"<References of {self.agent.me.name!r}: {len(self._owned)} values, {self.ledger!r}>"
 
 
-def _end_orphans(values: list[Owned], worker: int) -> None:
-    """Ends the values whose call has not come, since a worker is lost that made it or alone told of it."""
-    for value in values:
-        if not value.begun:
-            value.set(None, WorkerLostError(f"this value has not come, and will not: worker {worker} is lost"))
+def _fail_unless_begun(value: Owned, worker: WorkerId) -> None:
+    if not value.begun:
+        value.set(None, WorkerLostError(f"this value has not come, and will not: worker {worker} is lost"))
