@@ -153,7 +153,7 @@ class Ledger:
         self._lost: set[WorkerId] = set()
         self.owned = OwnerCounts(me, self._lost)
         self._forks: dict[GlobalId, _Fork] = {}
-        self._children: dict[GlobalId, tuple[GlobalId, WorkerId]] = {}  # pending: the fork, and who receives its child
+        self._children: dict[GlobalId, tuple[GlobalId, WorkerId]] = {}  # pending: its parent's id, its receiver
 
     # --- a value is made --------------------------------------------------------------------------------------
 
@@ -165,8 +165,6 @@ class Ledger:
 
     def create_remote(self, owner: WorkerId) -> tuple[GlobalId, GlobalId]:
         """A ``remote()`` to another worker: the ids of the value and of our fork (they are equal, see above)."""
-        if owner == self._me:
-            raise UsageError(f"create_remote: worker {owner} is the owner itself; use create_local")
         self._check_alive(owner, "create_remote")
         rref_id = self._ids.next()
         self._forks[rref_id] = _Fork(rref_id, owner)
@@ -210,7 +208,7 @@ class Ledger:
         return self._step(fork_id, _E.DROP)
 
     def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: WorkerId, answered: bool = False) -> RRefFork:
-        """A handle goes into a message to ``to``; ``fork_id`` is None for a handle on the owner.
+        """A handle is packed into a message to ``to``; ``fork_id`` is None for a handle on the owner.
 
         ``answered``: the message is a request, and the caller keeps the handle until the answer comes.
         """
@@ -238,9 +236,9 @@ class Ledger:
         return self._child_settled(fork.fork_id)
 
     def receive(self, fork: RRefFork) -> tuple[GlobalId | None, list[Instruction]]:
-        """A message brought a reference: the id of the new fork, to be dropped one day.
+        """A message brought a reference: returns the id of the new fork, for ``drop``.
 
-        None stands for a local handle on the owner, to be released.  A fork is one handle, so a worker receives it
+        None stands for a local handle on the owner, for ``release``.  A fork is one handle, so a worker receives it
         once; on the owner, another time gives one more handle.
         """
         owner, parent = WorkerId(fork.owner), WorkerId(fork.parent)
@@ -252,12 +250,11 @@ class Ledger:
             raise ProtocolError(f"worker {parent} lent a reference of worker {owner} to worker {self._me}")
         if fork.fork_id in self._forks:
             raise ProtocolError(f"worker {parent} sent fork {fork.fork_id} twice")
-        mine = self._forks[fork.fork_id] = _Fork(fork.rref_id, owner)
+        self._forks[fork.fork_id] = _Fork(fork.rref_id, owner, parent if parent != owner else None)
         if owner in self._lost:
             return fork.fork_id, self._step(fork.fork_id, _E.LOSE_OWNER)
         if parent == owner:
             return fork.fork_id, self._step(fork.fork_id, _E.CONFIRM)
-        mine.parent = parent
         return fork.fork_id, [Send(owner, ForkRequest(fork.rref_id, fork.fork_id))]
 
     def _receive_own(self, fork: RRefFork, parent: WorkerId) -> tuple[GlobalId | None, list[Instruction]]:
@@ -294,7 +291,7 @@ class Ledger:
                 raise ProtocolError(f"worker {sender} sent the ledger a {type(payload).__name__}")
 
     def worker_lost(self, worker: WorkerId) -> list[Instruction]:
-        """A worker died.  Its forks are uncounted, forks of its values break, and no child waits for it any more."""
+        """A worker is lost.  Its forks are uncounted, forks of its values break, and no child waits for it any more."""
         if worker == self._me:
             raise UsageError(f"worker_lost: worker {worker} cannot lose itself")
         if worker in self._lost:
@@ -327,10 +324,10 @@ class Ledger:
             return []
         out: list[Instruction] = []
         fork.state = to
-        if event in (_E.CONFIRM, _E.FAIL):
-            out += self._tell_parent(fork.parent, fork_id)
         if to not in _UNANSWERED:
-            fork.parent = None  # it was told, or learns of the owner's death itself
+            # Also if the owner is lost: it may be cut from this worker only, and the parent would wait forever.
+            out += self._tell_parent(fork.parent, fork_id)
+            fork.parent = None
         if event is _E.SETTLE:
             out.append(Send(fork.owner, UserDelete(fork.rref_id, fork_id)))
         if to is _S.BROKEN:
