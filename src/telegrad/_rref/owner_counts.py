@@ -134,7 +134,7 @@ class OwnerCounts:
         if value is not None or creator == self._me or creator in self._lost or self._has_ended(rref_id, creator):
             return value
         if sum(source in sources for sources in self._expected.values()) >= MOST_EXPECTED:
-            raise ProtocolError(f"worker {source} speaks of more than {MOST_EXPECTED:,} values that have not come")
+            raise ProtocolError(f"worker {source} has named more than {MOST_EXPECTED:,} values that have not come")
         self._expected[rref_id] = {source}
         value = self._values[rref_id] = _Holders(forks={rref_id: creator})
         return value

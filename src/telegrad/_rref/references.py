@@ -35,7 +35,7 @@ from telegrad.errors import ProtocolError, RpcTimeoutError, SerializationError, 
 if TYPE_CHECKING:
     from telegrad._worker import Worker
 
-_DROP_SECONDS = 0.05  # how long a handle that was garbage collected may wait for a call
+_DROP_SECONDS = 0.05  # time after which the timer handles drops, if no call has done so
 
 
 class Owned:
@@ -62,7 +62,7 @@ class Owned:
     def when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if not self._done.is_set():
-                # It runs on the thread that makes the value, but in nobody's autograd context but its own.
+                # It runs on the thread that makes the value, but in the autograd context of this caller.
                 self._waiting.append(partial(contextvars.copy_context().run, callback))
                 return
         callback()
@@ -76,7 +76,7 @@ class Owned:
         return bool(self._waiting)
 
     def __len__(self) -> int:
-        """How many wait for it."""
+        """The number of callbacks that wait for it."""
         return len(self._waiting)
 
     def wait(self, timeout: float | None) -> bool:
@@ -98,7 +98,9 @@ class Owned:
 
 
 class References:
-    worker: Worker  # whose references these are; set by it
+    """Calls the ledger under one lock, and carries out its instructions outside of it."""
+
+    worker: Worker  # set by it
 
     def __init__(self, agent: Agent, make_handle: Callable[[References, RRefFork, GlobalId | None], Any]) -> None:
         self.agent = agent
@@ -132,12 +134,12 @@ class References:
             return self.ledger.create_remote(WorkerId(owner))
 
     def _expect_drops(self) -> None:
-        """The clock may have gone to sleep for long while there was nothing to drop."""
+        """Wakes the timer, which sleeps for long while there is nothing to drop."""
         if not self.ledger.holds_any():
             self.agent.tick_within(_DROP_SECONDS)
 
     def created(self, fork_id: GlobalId) -> None:
-        self._obey(lambda: self.ledger.creation_confirmed(fork_id))
+        self._apply(lambda: self.ledger.creation_confirmed(fork_id))
 
     def not_created(self, fork_id: GlobalId, error: TelegradError) -> None:
         """The call that should have made the value failed on its way."""
@@ -146,17 +148,17 @@ class References:
                 # A copy: the error's traceback holds frames, these the handle, and that would never be dropped.
                 self.broken[fork_id] = type(error)(*error.args)
         if isinstance(error, RpcTimeoutError):
-            self._obey(lambda: self.ledger.creation_timed_out(fork_id))
+            self._apply(lambda: self.ledger.creation_timed_out(fork_id))
         else:
-            self._obey(lambda: self.ledger.creation_failed(fork_id))
+            self._apply(lambda: self.ledger.creation_failed(fork_id))
 
     def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int, answered: bool) -> RRefFork:
-        """For a message to ``to``; if that is to be ``answered``, the owner needs no fork of its own."""
+        """For a message to ``to``; ``answered``: it is a request."""
         with self._lock:
             return self.ledger.share(rref_id, fork_id, WorkerId(to), answered)
 
     def unshare(self, fork: RRefFork) -> None:
-        self._obey(partial(self.ledger.unshare, fork))
+        self._apply(partial(self.ledger.unshare, fork))
 
     def _receive(self, fork: RRefFork, sender: int) -> Any:
         if fork.parent != sender:
@@ -173,11 +175,11 @@ class References:
         self._carry_out(instructions)
         return handle
 
-    # --- and letting them go ------------------------------------------------------------------------------------
+    # --- dropping references ------------------------------------------------------------------------------------
 
     def drop(self, rref_id: GlobalId, fork_id: GlobalId | None) -> None:
-        """A handle was garbage collected, on any thread and under any lock: often, it can only be remembered here."""
-        if fork_id is None and self._lock.acquire(blocking=False):  # not so if this very thread has it
+        """A handle was garbage collected, on any thread and under any lock, so most drops are only noted here."""
+        if fork_id is None and self._lock.acquire(blocking=False):  # this very thread may have it
             try:
                 instructions = self.ledger.release(rref_id)
             finally:
@@ -188,22 +190,25 @@ class References:
         self._dropped.append((rref_id, fork_id))
 
     def _now_and_then(self) -> float:
-        """To wake a thread for each handle that goes would cost more than all the rest: a call takes it up, or this."""
+        """Called by the timer; returns the seconds until the next time.
+
+        The next call handles the drops, or this does: to wake a thread for each would cost more than all the rest.
+        """
         if self._dropped:
             self.agent.submit(self.let_go)
         return _DROP_SECONDS if self.ledger.holds_any() or self._dropped else math.inf
 
     def let_go(self) -> None:
-        """Takes up what was dropped."""
+        """Handles the drops that were noted."""
         while self._dropped:
             try:
                 rref_id, fork_id = self._dropped.popleft()
             except IndexError:
-                return  # another thread was faster
+                return  # another thread took it
             if fork_id is None:
-                self._obey(partial(self.ledger.release, rref_id))
+                self._apply(partial(self.ledger.release, rref_id))
             else:
-                self._obey(partial(self._drop, fork_id))
+                self._apply(partial(self._drop, fork_id))
                 self.broken.pop(fork_id, None)
 
     def _drop(self, fork_id: GlobalId) -> list[Instruction]:
@@ -220,14 +225,14 @@ class References:
     # --- values -------------------------------------------------------------------------------------------------
 
     def owned(self, rref_id: GlobalId, asked_by: int | None = None) -> Owned:
-        """A value of this worker; ``asked_by`` another worker, or by a handle here."""
+        """A value of this worker; ``asked_by``: the worker that asks for it, None for a handle here."""
         with self._lock:
             value = self._owned.get(rref_id)
             if value is None:
-                teller = WorkerId(self.agent.me.worker_id if asked_by is None else asked_by)
-                if rref_id.created_on in self._lost or not self.ledger.owned.expects(rref_id, teller):
+                source = WorkerId(self.agent.me.worker_id if asked_by is None else asked_by)
+                if rref_id.created_on in self._lost or not self.ledger.owned.expects(rref_id, source):
                     raise WorkerLostError(f"the value of reference {rref_id} is gone: its users were lost")
-                # Its RemoteCall is still on the way: another worker was told of it sooner.
+                # Its RemoteCall is still on its way: the message of another worker came first.
                 value = self._owned[rref_id] = Owned()
             return value
 
@@ -251,7 +256,7 @@ class References:
 
         def finish(result: Any, error: BaseException | None = None) -> None:
             if error is not None:
-                let_go_of_frames(error)  # these hold the arguments, and us
+                let_go_of_frames(error)  # they hold the arguments, and the handler
             if value.awaited:
                 link.send(Reply(message.call_id), lazily=True)  # with the value itself, if it goes the same way
                 value.set(result, error)
@@ -270,7 +275,7 @@ class References:
             else:
                 instructions = self.ledger.remote_arrived(rref_id, fork_id, WorkerId(caller))
                 value = self._owned.setdefault(rref_id, Owned())
-                if value.done and not value.begun:  # given up, since who told of it was lost; now it comes after all
+                if value.done and not value.begun:  # it was given up; now it comes after all
                     value = self._owned[rref_id] = Owned()
             value.begun = True
         return value, instructions
@@ -301,9 +306,9 @@ class References:
 
         value.when_done(answer)
 
-    # --- the ledger's orders ------------------------------------------------------------------------------------
+    # --- the ledger's instructions ------------------------------------------------------------------------------
 
-    def _obey(self, event: Callable[[], list[Instruction]]) -> None:
+    def _apply(self, event: Callable[[], list[Instruction]]) -> None:
         with self._lock:
             instructions = event()
         self._carry_out(instructions)
@@ -334,7 +339,7 @@ class References:
         self.agent.plane.submit(_fail_unless_begun, value, worker, call=True)
 
     def _on_message(self, sender: int, message: Any, _: Callable[[], Any]) -> None:
-        self._obey(lambda: self.ledger.on_message(WorkerId(sender), message))
+        self._apply(lambda: self.ledger.on_message(WorkerId(sender), message))
 
     def _worker_lost(self, worker: int) -> None:
         with self._lock:
@@ -342,7 +347,7 @@ class References:
             instructions = self.ledger.worker_lost(WorkerId(worker))
         self._carry_out(instructions)
 
-    # --- seeing it ----------------------------------------------------------------------------------------------
+    # --- what is there ------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         with self._lock:
