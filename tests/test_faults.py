@@ -133,7 +133,7 @@ def test_a_stalled_reply_to_a_creation(trio: Cluster) -> None:
 @pytest.mark.parametrize("bytes", [0, 20, 1 << 20], ids=["before", "within", "after"])
 @pytest.mark.parametrize("message", [*INTERNAL, *REQUESTS], ids=lambda message: message.__name__)
 def test_a_cut_fails_what_needs_the_worker_at_once(trio: Cluster, message: type, bytes: int) -> None:
-    """Two workers lose each other; when one of them dies, nothing stays behind on the others."""
+    """Two workers lose each other and live on; nothing stays behind, neither then nor when one of them dies."""
     fault = trio.fault("cut", message, count=1, bytes=bytes)
     start = time.monotonic()
     with contextlib.suppress(WorkerLostError, UsageError):  # or nothing needs the two any more
@@ -145,10 +145,11 @@ def test_a_cut_fails_what_needs_the_worker_at_once(trio: Cluster, message: type,
     for worker in trio:
         assert eventually(lambda worker=worker: not worker.agent.plane.pending, AT_ONCE)
         assert eventually(lambda worker=worker: not worker.agent.plane.unfinished)
+    _kept.clear()
+    assert_no_references(trio)
     victim = losses(trio)[1][0]
     assert victim != "a"
     trio.kill(victim)
-    _kept.clear()
     assert_no_references(trio)
     (other,) = {"b", "c"} - {victim}
     if not losses_of(trio, "a", other):
@@ -198,6 +199,24 @@ def test_a_cut_link_is_a_loss_on_both_sides(trio: Cluster) -> None:
             rpc.rpc_sync(other, operator.add, (1, 2))
         with trio.on(name):
             assert rpc.rpc_sync("c", operator.add, (1, 2)) == 3
+
+
+@pytest.mark.parametrize("message", [ForkRequest, ForkAccepted], ids=lambda message: message.__name__)
+def test_a_third_worker_does_not_wait_for_two_that_are_cut_from_each_other(trio: Cluster, message: type) -> None:
+    """``a`` waits for ``c`` to hear of the owner, ``b``: the confirmation never comes."""
+    stalled = trio.fault("stall", message)
+    rref = rpc.remote("b", Value)
+    rpc.rpc_sync("c", keep, (rref,))
+    assert eventually(lambda: stalled.hits == 1)
+    del rref
+    references = trio["a"].references
+    assert eventually(lambda: references.counts()["leaving_forks"] == 1)
+    assert references.counts()["pending_children"] == 1
+    trio.cut("b", "c")
+    assert eventually(lambda: references.empty), references
+    assert eventually(lambda: not _alive)
+    _kept.clear()
+    assert_no_references(trio)
 
 
 def test_a_caller_that_sees_the_end_of_a_connection_first_gets_its_reason(trio: Cluster) -> None:

@@ -6,8 +6,10 @@ member that sends what it must not; a is the worker that it attacks, and b an ho
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +21,8 @@ from telegrad import autograd, rpc
 from telegrad._agent import failures
 from telegrad._core.python.plane import PythonPlane
 from telegrad._ids import GlobalId, PassId
-from telegrad._rref import ledger
+from telegrad._rref import owner_counts
+from telegrad._rref.ledger import Free
 from telegrad._transport.refusals import LINES, RefusalLog
 from telegrad._transport.sockets import SocketStream
 from telegrad._wire import codec
@@ -183,16 +186,32 @@ def test_values_that_only_a_lost_worker_spoke_of_are_not_expected_any_more(job: 
     assert_no_references([job["a"]])
 
 
-def test_a_value_comes_after_all_when_the_worker_that_spoke_of_it_first_is_lost(job: Cluster) -> None:
-    """m speaks of a value of b before b makes it; a call of a's own still waits for it when m is lost."""
+@pytest.mark.parametrize("frees", ["before", "after"])
+def test_a_value_comes_after_all_when_the_worker_that_spoke_of_it_first_is_lost(
+    job: Cluster, frees: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """m names a value of b before b makes it.  A call of a waits for it when m is lost, and drops its handle; the value
+    is freed before b makes it, or after."""
     references = job["a"].references
     rref_id = GlobalId(job["b"].id, 77)
     fork = RRefFork(rref_id, GlobalId(2, 1), job["a"].id, job["m"].id)
     waiting = in_thread(lambda: _local_value(job, fork))
     assert eventually(lambda: references.counts()["local_handles"] == 1)
+    carry_out, may_free = references._carry_out, threading.Event()
+
+    def carry_out_late(instructions: Any) -> None:
+        if any(isinstance(each, Free) for each in instructions):
+            assert may_free.wait(PATIENCE)
+        carry_out(instructions)
+
+    monkeypatch.setattr(references, "_carry_out", carry_out_late)
+    if frees == "before":
+        may_free.set()
     job.kill("m")
     with pytest.raises(WorkerLostError, match="has not come"):
         waiting()
+    del waiting  # its traceback holds the handle
+    assert eventually(lambda: gc.collect() >= 0 and references.counts()["local_handles"] == 0)
     agent = job["b"].agent
     agent.wait(
         agent.start_call(
@@ -203,6 +222,8 @@ def test_a_value_comes_after_all_when_the_worker_that_spoke_of_it_first_is_lost(
             (5, None),
         )
     )
+    may_free.set()
+    assert eventually(lambda: not job["a"].agent.plane.unfinished)
     fetched = agent.start_call(agent.peer("a"), "fetch", PATIENCE, lambda call_id, _: Fetch(call_id, rref_id))
     assert agent.wait(fetched) == 5
 
@@ -215,7 +236,7 @@ def _local_value(workers: Cluster, fork: RRefFork) -> Any:
 def test_one_worker_makes_another_expect_a_bounded_number_of_values(
     job: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ledger, "MOST_EXPECTED", 10)
+    monkeypatch.setattr(owner_counts, "MOST_EXPECTED", 10)
     for number in range(30):
         send(job, Fetch(1 << 40 | number, GlobalId(job["b"].id, number)))
     with pytest.raises(ProtocolError, match="values that have not come"):

@@ -44,7 +44,7 @@ LAYERS = [line.split() for line in """
     telegrad._agent.agent
     telegrad._agent.barrier  telegrad._agent.dispatch
     telegrad._rref
-    telegrad._rref.forks  telegrad._rref.instructions
+    telegrad._rref.owner_counts
     telegrad._rref.ledger
     telegrad._rref.references
     telegrad._rref.rref

@@ -1,4 +1,7 @@
-"""The fork protocol: single steps, and random programs with messages in any order, or twice, and dying workers."""
+"""The fork protocol: single steps, and random programs.
+
+In these, messages come in any order, or twice, workers die, and pairs of workers are cut from each other.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from telegrad._ids import GlobalId, WorkerId
-from telegrad._rref import ledger as ledger_module
-from telegrad._rref.instructions import Broken, Free, Instruction, Send
-from telegrad._rref.ledger import Ledger
+from telegrad._rref import owner_counts
+from telegrad._rref.ledger import Broken, Free, GiveUp, Instruction, Ledger, Send
 from telegrad._wire.messages import (
     ChildConfirmed,
     ForkAccepted,
@@ -50,7 +52,7 @@ def confirmed_remote(a: Ledger, o: Ledger) -> GlobalId:
 def test_a_remote_value_lives_until_its_creator_drops_it() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    assert o.owner_ids == {x}
+    assert o.owned.ids == {x}
     assert a.drop(x) == [Send(O, UserDelete(x, x))]
     assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
     assert a.empty
@@ -69,7 +71,7 @@ def test_a_drop_before_the_confirmation_waits_for_it() -> None:
 def test_local_handles_are_counted() -> None:
     o = Ledger(O)
     x = o.create_local()
-    o.hold(x)
+    assert o.receive(o.share(x, None, O)) == (None, [])
     assert o.release(x) == []
     assert o.release(x) == [Free(x)]
     with pytest.raises(UsageError, match="release of 3:0 on worker 3 as owner"):
@@ -79,8 +81,8 @@ def test_local_handles_are_counted() -> None:
 def test_the_owner_counts_what_it_shares_at_once() -> None:
     a, _, _, o = ledgers()
     x = o.create_local()
-    fork = o.share(x, None, A, "int")
-    assert fork == RRefFork(x, fork.fork_id, O, O, "int")
+    fork = o.share(x, None, A)
+    assert fork == RRefFork(x, fork.fork_id, O, O)
     assert o.release(x) == []
     assert a.receive(fork) == (fork.fork_id, [])
     assert a.is_confirmed(fork.fork_id)
@@ -142,7 +144,7 @@ def test_user_to_owner_becomes_a_local_handle() -> None:
 def test_a_request_lends_to_the_owner_and_nothing_follows() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    fork = a.lend_or_share(x, x, O)
+    fork = a.share(x, x, O, answered=True)
     assert (fork.fork_id, fork.lent) == (x, True)
     assert o.receive(fork) == (None, [])
     assert a.counts()["pending_children"] == 0
@@ -154,7 +156,7 @@ def test_a_request_lends_to_the_owner_and_nothing_follows() -> None:
 def test_a_request_to_another_than_the_owner_shares() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    fork = a.lend_or_share(x, x, C)
+    fork = a.share(x, x, C, answered=True)
     assert not fork.lent
     assert fork.fork_id != x
 
@@ -162,14 +164,14 @@ def test_a_request_to_another_than_the_owner_shares() -> None:
 def test_what_was_lent_and_not_sent_needs_nothing() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
-    assert a.unshare(a.lend_or_share(x, x, O)) == []
+    assert a.unshare(a.share(x, x, O, answered=True)) == []
 
 
 def test_only_the_owner_can_be_lent_to() -> None:
     a, _, c, o = ledgers()
     x = confirmed_remote(a, o)
     with pytest.raises(ProtocolError, match="lent a reference of worker 3 to worker 2"):
-        c.receive(a.lend_or_share(x, x, O))
+        c.receive(a.share(x, x, O, answered=True))
 
 
 def test_the_owner_shares_with_itself() -> None:
@@ -231,7 +233,7 @@ def test_a_shared_handle_reaches_the_owner_before_the_remote_call() -> None:
     assert o.receive(fork) == (None, [Send(A, ChildConfirmed(fork.fork_id))])
     assert o.release(x) == []
     assert o.remote_arrived(x, x, A) == []
-    assert o.owner_ids == {x}
+    assert o.owned.ids == {x}
 
 
 def test_a_user_delete_overtakes_the_remote_call() -> None:
@@ -262,7 +264,7 @@ def test_the_late_call_still_serves_those_who_hold_its_value() -> None:
 
 
 def test_a_tombstone_outlives_any_number_of_other_deletions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_module, "ENDED_FORKS_REMEMBERED", 2)
+    monkeypatch.setattr(owner_counts, "ENDED_FORKS_REMEMBERED", 2)
     a, _, _, o = ledgers()
     x, _ = a.create_remote(O)
     o.on_message(A, UserDelete(x, x))
@@ -359,8 +361,6 @@ def test_illegal_events_name_event_role_and_state() -> None:
         a.drop(GlobalId(9, 9 << 48))
     with pytest.raises(UsageError, match="share of 9:9 on worker 0 as owner"):
         a.share(GlobalId(9, 9 << 48), None, B)
-    with pytest.raises(UsageError, match="create_local"):
-        a.create_remote(A)
     with pytest.raises(UsageError, match="itself"):
         a.worker_lost(A)
     a.validate()
@@ -395,12 +395,41 @@ def test_losing_the_owner_breaks() -> None:
     assert c.worker_lost(O) == []
     child, out = c.receive(fork)
     assert child is not None
-    assert out == [Broken(child)]
+    assert out == [Send(A, ChildConfirmed(child)), Broken(child)]
+    assert a.on_message(C, ChildConfirmed(child)) == []
     assert a.drop(x) == c.drop(child) == []
     assert a.empty
     assert c.empty
     with pytest.raises(WorkerLostError, match="worker 3 is lost"):
         a.create_remote(O)
+
+
+@pytest.mark.parametrize("received_first", [True, False])
+@pytest.mark.parametrize("dropped", [True, False])
+def test_a_child_that_is_cut_from_the_owner_releases_its_parent(received_first: bool, dropped: bool) -> None:
+    """All workers live; only C and O have lost each other."""
+    a, _, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.share(x, x, C)
+    assert a.drop(x) == []
+    if received_first:
+        c.receive(fork)
+        if dropped:
+            assert c.drop(fork.fork_id) == []
+        out = c.worker_lost(O)
+    else:
+        c.worker_lost(O)
+        out = c.receive(fork)[1]
+    assert o.worker_lost(C) == []
+    broken = [] if received_first and dropped else [Broken(fork.fork_id)]
+    assert out == [Send(A, ChildConfirmed(fork.fork_id)), *broken]
+    assert a.on_message(C, ChildConfirmed(fork.fork_id)) == [Send(O, UserDelete(x, x))]
+    assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
+    if broken:
+        assert c.drop(fork.fork_id) == []
+    assert a.empty
+    assert c.empty
+    assert o.empty
 
 
 def test_losing_the_receiver_releases_the_child() -> None:
@@ -445,13 +474,13 @@ def test_the_owner_receives_a_value_that_it_freed_after_a_loss() -> None:
     assert o.empty
 
 
-def test_an_expected_value_breaks_with_its_creator() -> None:
+def test_an_expected_value_is_given_up_with_its_creator() -> None:
     a, _, c, o = ledgers()
     x, _ = a.create_remote(O)
     child, _ = c.receive(a.share(x, x, C))
     assert child is not None
     o.on_message(C, ForkRequest(x, child))
-    assert o.worker_lost(A) == [Broken(x)]
+    assert o.worker_lost(A) == [GiveUp(x, A)]
     assert o.on_message(C, UserDelete(x, child)) == [Free(x)]
 
 
@@ -583,7 +612,7 @@ def test_a_worker_cannot_return_the_fork_of_another_to_the_owner() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)
     give(o, RRefFork(x, x, O, C))
-    assert o.owner_ids == {x}
+    assert o.owned.ids == {x}
     assert o.on_message(A, UserDelete(x, x)) == [Free(x)]
 
 
@@ -600,7 +629,7 @@ def test_a_worker_cannot_return_to_the_owner_what_it_gave_to_another() -> None:
     o.on_message(A, UserDelete(x, x))
     o.on_message(C, UserDelete(x, given.fork_id))
     give(o, passed_on)
-    assert o.owner_ids == {x}, "B holds it"
+    assert o.owned.ids == {x}, "B holds it"
     assert o.on_message(B, UserDelete(x, passed_on.fork_id)) == [Free(x)]
 
 
@@ -646,11 +675,14 @@ class Died:
     worker: WorkerId
 
 
+Content = RemoteCalled | RemoteAnswered | Answered | RRefFork | InternalMessage | Died
+
+
 @dataclass
 class Packet:
     source: WorkerId
     to: WorkerId
-    content: RemoteCalled | RemoteAnswered | Answered | RRefFork | InternalMessage | Died
+    content: Content
     repeats: int = 2  # how often a message may come once more
 
 
@@ -664,6 +696,7 @@ class World:
     def __init__(self, workers: int = 4) -> None:
         self.ledgers = {WorkerId(n): Ledger(WorkerId(n)) for n in range(workers)}
         self.killed: set[WorkerId] = set()
+        self.cuts: set[frozenset[WorkerId]] = set()
         self.network: list[Packet] = []
         self.handles: list[Handle] = []
         self.owner: dict[GlobalId, WorkerId] = {}
@@ -685,6 +718,10 @@ class World:
     def alive(self) -> list[WorkerId]:
         return [worker for worker in self.ledgers if worker not in self.killed]
 
+    def apart(self, one: WorkerId, other: WorkerId) -> bool:
+        """Whether each of the two takes the other for lost, or will."""
+        return one in self.killed or other in self.killed or frozenset((one, other)) in self.cuts
+
     # the program
 
     def create_remote(self, worker: WorkerId, owner: WorkerId) -> None:
@@ -692,7 +729,7 @@ class World:
         try:
             rref_id, fork_id = ledger.create_remote(owner)
         except WorkerLostError:
-            assert owner in self.killed
+            assert self.apart(worker, owner)
             return
         self.owner[rref_id] = owner
         self.holder[fork_id], self.parent[fork_id] = worker, None
@@ -705,16 +742,11 @@ class World:
         self.arrived.add(rref_id)
         self.add_handle(worker, rref_id, None)
 
-    def copy(self, handle: Handle) -> None:
-        if handle.fork_id is None:
-            self.ledgers[handle.worker].hold(handle.rref_id)
-            self.add_handle(handle.worker, handle.rref_id, None)
-
     def share(self, handle: Handle, to: WorkerId) -> None:
         try:
             fork = self.ledgers[handle.worker].share(handle.rref_id, handle.fork_id, to)
         except WorkerLostError:
-            assert to in self.killed or handle.fork_id is not None
+            assert self.apart(handle.worker, to) or handle.fork_id is not None
             return
         self.holder[fork.fork_id], self.parent[fork.fork_id] = to, handle.fork_id
         self.sharer[fork.fork_id] = handle.worker
@@ -726,9 +758,9 @@ class World:
             return
         owner = self.owner[handle.rref_id]
         try:
-            fork = self.ledgers[handle.worker].lend_or_share(handle.rref_id, handle.fork_id, owner)
+            fork = self.ledgers[handle.worker].share(handle.rref_id, handle.fork_id, owner, answered=True)
         except WorkerLostError:
-            assert self.killed or handle.fork_id in self.failed
+            assert self.killed or self.cuts or handle.fork_id in self.failed
             return
         assert fork.lent
         assert fork.fork_id == handle.fork_id
@@ -762,7 +794,7 @@ class World:
         assert ledger.on_message(STRANGER, UserDelete(rref_id, fork_id)) == []
         for kind in (ForkAccepted, ForkRefused, ChildConfirmed):
             assert ledger.on_message(STRANGER, kind(fork_id)) == []
-        if victim == self.owner[rref_id] and rref_id in ledger.owner_ids:
+        if victim == self.owner[rref_id] and rref_id in ledger.owned.ids:
             # The id of a reference is that of its creator's fork, which may be gone already.
             assert ledger.on_message(STRANGER, ForkRequest(rref_id, rref_id)) in (
                 [Send(STRANGER, ForkRefused(rref_id))],
@@ -794,12 +826,20 @@ class World:
         self.kept = {fork_id: handle for fork_id, handle in self.kept.items() if handle.worker != worker}
         self.network = [packet for packet in self.network if packet.to != worker]
         for other in self.alive:
-            self.post(worker, other, Died(worker))
+            self.network.append(Packet(worker, other, Died(worker)))
+
+    def cut(self, one: WorkerId, other: WorkerId, all_is_lost: bool) -> None:
+        """Both live on.  What is on its way between them is lost, or waits for a thread and is handled later."""
+        pair = frozenset((one, other))
+        self.cuts.add(pair)
+        if all_is_lost:
+            self.network = [packet for packet in self.network if {packet.source, packet.to} != pair]
+        self.network += [Packet(one, other, Died(one)), Packet(other, one, Died(other))]
 
     # the network
 
-    def post(self, source: WorkerId, to: WorkerId, content: RemoteCalled | RRefFork | InternalMessage | Died) -> None:
-        if to not in self.killed:
+    def post(self, source: WorkerId, to: WorkerId, content: Content) -> None:
+        if not self.apart(source, to) or (source in self.killed and to not in self.killed):
             self.network.append(Packet(source, to, content))
 
     def deliver(self, packet: Packet, again: bool = False) -> None:
@@ -813,14 +853,13 @@ class World:
             case RemoteCalled(rref_id):
                 self.arrived.add(rref_id)
                 self.obey(packet.to, ledger.remote_arrived(rref_id, rref_id, packet.source))
-                if packet.source not in self.killed:
-                    self.network.append(Packet(packet.to, packet.source, RemoteAnswered(rref_id)))
+                self.post(packet.to, packet.source, RemoteAnswered(rref_id))
             case RemoteAnswered(fork_id):
                 self.obey(packet.to, ledger.creation_confirmed(fork_id))
             case RRefFork() as fork:
                 received, instructions = ledger.receive(fork)
-                if fork.lent and packet.source not in self.killed:
-                    self.network.append(Packet(packet.to, packet.source, Answered(fork.fork_id)))
+                if fork.lent:
+                    self.post(packet.to, packet.source, Answered(fork.fork_id))
                 if fork.lent and received is not None:  # broken: only after the loss of the lender
                     self.holder[received], self.parent[received] = packet.to, fork.fork_id
                     self.sharer[received] = packet.source
@@ -845,15 +884,18 @@ class World:
                     self.post(worker, to, message)
                 case Free(rref_id):
                     assert self.owner[rref_id] == worker
-                    self.freed.add(rref_id)
-                    self.frees[rref_id] += rref_id in self.arrived
+                    if rref_id in self.arrived:  # else it was expected, and its call, if it comes, begins anew
+                        self.freed.add(rref_id)
+                        self.frees[rref_id] += 1
+                case GiveUp(rref_id, lost):
+                    assert self.apart(worker, lost)
+                    assert rref_id not in self.arrived
                 case Broken(fork_id):
                     if fork_id in self.failed:
                         continue
-                    assert self.killed, f"{fork_id} is broken though all workers live"
+                    assert self.killed or self.cuts, f"{fork_id} is broken though no worker is lost"
                     if fork_id in self.holder and self.holder[fork_id] == worker:
-                        owner = self.owner_of_fork(fork_id)
-                        assert owner in self.killed or not self.protected(fork_id), f"{fork_id} is broken"
+                        assert not self.protected(fork_id), f"{fork_id} is broken"
 
     def owner_of_fork(self, fork_id: GlobalId) -> WorkerId:
         while (parent := self.parent[fork_id]) is not None:
@@ -871,10 +913,12 @@ class World:
 
     def protected(self, fork_id: GlobalId) -> bool:
         """Whether the protocol vouches for this fork: it was confirmed, or all are alive who vouch that it will be."""
+        holder, parent = self.holder[fork_id], self.parent[fork_id]
+        if self.apart(holder, self.owner_of_fork(fork_id)):
+            return False
         if fork_id in self.confirmed:
             return True
-        parent = self.parent[fork_id]
-        if self.sharer.get(fork_id) in self.killed or self.holder[fork_id] in self.killed:
+        if self.apart(holder, self.sharer.get(fork_id, holder)):
             return False
         return parent is None or self.protected(parent)
 
@@ -887,12 +931,14 @@ class World:
                 self.confirmed.add(handle.fork_id)
         for handle in (*self.handles, *self.kept.values()):
             if handle.fork_id is None:
-                assert handle.rref_id in self.ledgers[handle.worker].owner_ids, f"{handle} has no value"
+                assert handle.rref_id in self.ledgers[handle.worker].owned.ids, f"{handle} has no value"
             elif self.protected(handle.fork_id):
                 assert handle.rref_id not in self.freed, f"{handle} was freed"
         for packet in self.network:
-            if not isinstance(packet.content, RRefFork) or (packet.content.lent and packet.source in self.killed):
-                continue  # what a dead worker has lent may be freed
+            if not isinstance(packet.content, RRefFork):
+                continue
+            if packet.content.lent and self.apart(packet.source, packet.to):
+                continue  # what a lost worker has lent may be freed
             if self.protected(packet.content.fork_id):
                 assert packet.content.rref_id not in self.freed, f"{packet} was freed"
         assert not self.frees or max(self.frees.values()) <= 1, f"freed twice: {self.frees}"
@@ -915,7 +961,7 @@ class World:
                 assert self.frees[rref_id] == 1, f"{rref_id} was freed {self.frees[rref_id]} times"
 
 
-def run_random_program(seed: int, max_kills: int, steps: int = 60) -> None:
+def run_random_program(seed: int, max_kills: int, max_cuts: int, steps: int = 60) -> None:
     rng = random.Random(seed)
     world = World(rng.choice([3, 4]))
     for _ in range(steps):
@@ -932,8 +978,8 @@ def run_random_program(seed: int, max_kills: int, steps: int = 60) -> None:
             world.share(rng.choice(world.handles), rng.choice(list(world.ledgers)))
         elif move < 0.50 and world.handles:
             world.drop(rng.choice(world.handles))
-        elif move < 0.53 and world.handles:
-            world.copy(rng.choice(world.handles))
+        elif move < 0.52 and len(world.cuts) < max_cuts and len(world.alive) > 1:
+            world.cut(*rng.sample(world.alive, 2), all_is_lost=rng.random() < 0.5)
         elif move < 0.58 and world.network:
             packet = rng.choice(world.network)
             if packet.source not in world.killed:
@@ -948,13 +994,13 @@ def run_random_program(seed: int, max_kills: int, steps: int = 60) -> None:
     world.finish(rng)
 
 
-@pytest.mark.parametrize("max_kills", [0, 1, 2])
-def test_random_programs(max_kills: int) -> None:
+@pytest.mark.parametrize(("max_kills", "max_cuts"), [(0, 0), (1, 0), (2, 0), (0, 1), (0, 3), (1, 1)])
+def test_random_programs(max_kills: int, max_cuts: int) -> None:
     for seed in range(600):
         try:
-            run_random_program(seed, max_kills)
+            run_random_program(seed, max_kills, max_cuts)
         except Exception as error:
-            error.add_note(f"run_random_program({seed=}, {max_kills=})")
+            error.add_note(f"run_random_program({seed=}, {max_kills=}, {max_cuts=})")
             raise
 
 
@@ -1001,11 +1047,6 @@ class LedgerMachine(RuleBasedStateMachine):
     def drop(self, number: int) -> None:
         self.world.drop(self.handle(number))
 
-    @precondition(lambda self: self.world.handles)
-    @rule(number=NUMBERS)
-    def copy(self, number: int) -> None:
-        self.world.copy(self.handle(number))
-
     @precondition(lambda self: self.world.network)
     @rule(number=NUMBERS, again=st.booleans())
     def deliver(self, number: int, again: bool) -> None:
@@ -1022,6 +1063,13 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(number=NUMBERS)
     def kill(self, number: int) -> None:
         self.world.kill(self.worker(number))
+
+    @precondition(lambda self: not self.world.cuts and len(self.world.alive) > 1)
+    @rule(number=NUMBERS, step=st.booleans(), all_is_lost=st.booleans())
+    def cut(self, number: int, step: bool, all_is_lost: bool) -> None:
+        one, other = self.worker(number), self.worker(number + 1 + step)
+        if one != other:
+            self.world.cut(one, other, all_is_lost)
 
     @precondition(lambda self: self.world.arrived and self.world.holder)
     @rule(victim=NUMBERS, rref=NUMBERS, fork=NUMBERS)

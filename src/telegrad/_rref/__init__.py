@@ -1,9 +1,8 @@
 """Remote references.
 
 =================== ================================================================================================
-``forks``           the states of a fork and the transitions between them
-``instructions``    what the ledger tells its caller to do
-``ledger``          the protocol that counts references; no I/O, events in and instructions out
+``owner_counts``    which handles and forks exist of this worker's values (the owner's side of the ledger)
+``ledger``          how references are counted; no I/O: events in, instructions out
 ``references``      carries out the ledger's instructions: messages, values of this worker, lost workers
 ``rref``            ``RRef``, the class that users see
 =================== ================================================================================================

@@ -16,9 +16,8 @@ from telegrad._agent.agent import Agent
 from telegrad._agent.dispatch import execute
 from telegrad._agent.failures import copy_of, let_go_of_frames, story_of
 from telegrad._core.interface import How, Link
-from telegrad._ids import GlobalId, IdSource, WorkerId
-from telegrad._rref.instructions import Broken, Free, Instruction, Send
-from telegrad._rref.ledger import Ledger
+from telegrad._ids import GlobalId, WorkerId
+from telegrad._rref.ledger import Broken, Free, GiveUp, Instruction, Ledger, Send
 from telegrad._wire.frames import Frame
 from telegrad._wire.messages import (
     ChildConfirmed,
@@ -36,7 +35,7 @@ from telegrad.errors import ProtocolError, RpcTimeoutError, SerializationError, 
 if TYPE_CHECKING:
     from telegrad._worker import Worker
 
-_DROP_SECONDS = 0.05  # how long a handle that was garbage collected may wait for a call
+_DROP_SECONDS = 0.05  # time after which the timer handles drops, if no call has done so
 
 
 class Owned:
@@ -63,7 +62,7 @@ class Owned:
     def when_done(self, callback: Callable[[], None]) -> None:
         with self._lock:
             if not self._done.is_set():
-                # It runs on the thread that makes the value, but in nobody's autograd context but its own.
+                # It runs on the thread that makes the value, but in the autograd context of this caller.
                 self._waiting.append(partial(contextvars.copy_context().run, callback))
                 return
         callback()
@@ -77,7 +76,7 @@ class Owned:
         return bool(self._waiting)
 
     def __len__(self) -> int:
-        """How many wait for it."""
+        """The number of callbacks that wait for it."""
         return len(self._waiting)
 
     def wait(self, timeout: float | None) -> bool:
@@ -99,12 +98,13 @@ class Owned:
 
 
 class References:
-    worker: Worker  # whose references these are; set by it
+    """Calls the ledger under one lock, and carries out its instructions outside of it."""
+
+    worker: Worker  # set by it
 
     def __init__(self, agent: Agent, make_handle: Callable[[References, RRefFork, GlobalId | None], Any]) -> None:
         self.agent = agent
-        me = WorkerId(agent.me.worker_id)
-        self.ledger = Ledger(me, IdSource(me))
+        self.ledger = Ledger(WorkerId(agent.me.worker_id))
         self.broken: dict[GlobalId, TelegradError | None] = {}
         self._make_handle = make_handle
         self._lock = threading.Lock()
@@ -134,12 +134,12 @@ class References:
             return self.ledger.create_remote(WorkerId(owner))
 
     def _expect_drops(self) -> None:
-        """The clock may have gone to sleep for long while there was nothing to drop."""
+        """Wakes the timer, which sleeps for long while there is nothing to drop."""
         if not self.ledger.holds_any():
             self.agent.tick_within(_DROP_SECONDS)
 
     def created(self, fork_id: GlobalId) -> None:
-        self._obey(lambda: self.ledger.creation_confirmed(fork_id))
+        self._apply(lambda: self.ledger.creation_confirmed(fork_id))
 
     def not_created(self, fork_id: GlobalId, error: TelegradError) -> None:
         """The call that should have made the value failed on its way."""
@@ -148,19 +148,17 @@ class References:
                 # A copy: the error's traceback holds frames, these the handle, and that would never be dropped.
                 self.broken[fork_id] = type(error)(*error.args)
         if isinstance(error, RpcTimeoutError):
-            self._obey(lambda: self.ledger.creation_timed_out(fork_id))
+            self._apply(lambda: self.ledger.creation_timed_out(fork_id))
         else:
-            self._obey(lambda: self.ledger.creation_failed(fork_id))
+            self._apply(lambda: self.ledger.creation_failed(fork_id))
 
     def share(self, rref_id: GlobalId, fork_id: GlobalId | None, to: int, answered: bool) -> RRefFork:
-        """For a message to ``to``; if that is to be ``answered``, the owner needs no fork of its own."""
+        """For a message to ``to``; ``answered``: it is a request."""
         with self._lock:
-            if answered and fork_id is not None:
-                return self.ledger.lend_or_share(rref_id, fork_id, WorkerId(to))
-            return self.ledger.share(rref_id, fork_id, WorkerId(to))
+            return self.ledger.share(rref_id, fork_id, WorkerId(to), answered)
 
     def unshare(self, fork: RRefFork) -> None:
-        self._obey(partial(self.ledger.unshare, fork))
+        self._apply(partial(self.ledger.unshare, fork))
 
     def _receive(self, fork: RRefFork, sender: int) -> Any:
         if fork.parent != sender:
@@ -172,17 +170,16 @@ class References:
             if fork.owner == self.agent.me.worker_id and fork_id is None and fork.rref_id not in self._owned:
                 expected = self._owned[fork.rref_id] = Owned()
                 if fork.rref_id.created_on in self._lost:
-                    # Behind the calls of that worker that are here and wait for a thread, as in ``_worker_lost``.
-                    self.agent.plane.submit(_end_orphans, [expected], fork.rref_id.created_on, call=True)
+                    self._give_up(expected, WorkerId(fork.rref_id.created_on))
         handle = self._make_handle(self, fork, fork_id)
         self._carry_out(instructions)
         return handle
 
-    # --- and letting them go ------------------------------------------------------------------------------------
+    # --- dropping references ------------------------------------------------------------------------------------
 
     def drop(self, rref_id: GlobalId, fork_id: GlobalId | None) -> None:
-        """A handle was garbage collected, on any thread and under any lock: often, it can only be remembered here."""
-        if fork_id is None and self._lock.acquire(blocking=False):  # not so if this very thread has it
+        """A handle was garbage collected, on any thread and under any lock, so most drops are only noted here."""
+        if fork_id is None and self._lock.acquire(blocking=False):  # this very thread may have it
             try:
                 instructions = self.ledger.release(rref_id)
             finally:
@@ -193,22 +190,25 @@ class References:
         self._dropped.append((rref_id, fork_id))
 
     def _now_and_then(self) -> float:
-        """To wake a thread for each handle that goes would cost more than all the rest: a call takes it up, or this."""
+        """Called by the timer; returns the seconds until the next time.
+
+        The next call handles the drops, or this does: to wake a thread for each would cost more than all the rest.
+        """
         if self._dropped:
             self.agent.submit(self.let_go)
         return _DROP_SECONDS if self.ledger.holds_any() or self._dropped else math.inf
 
     def let_go(self) -> None:
-        """Takes up what was dropped."""
+        """Handles the drops that were noted."""
         while self._dropped:
             try:
                 rref_id, fork_id = self._dropped.popleft()
             except IndexError:
-                return  # another thread was faster
+                return  # another thread took it
             if fork_id is None:
-                self._obey(partial(self.ledger.release, rref_id))
+                self._apply(partial(self.ledger.release, rref_id))
             else:
-                self._obey(partial(self._drop, fork_id))
+                self._apply(partial(self._drop, fork_id))
                 self.broken.pop(fork_id, None)
 
     def _drop(self, fork_id: GlobalId) -> list[Instruction]:
@@ -225,14 +225,14 @@ class References:
     # --- values -------------------------------------------------------------------------------------------------
 
     def owned(self, rref_id: GlobalId, asked_by: int | None = None) -> Owned:
-        """A value of this worker; ``asked_by`` another worker, or by a handle here."""
+        """A value of this worker; ``asked_by``: the worker that asks for it, None for a handle here."""
         with self._lock:
             value = self._owned.get(rref_id)
             if value is None:
-                teller = WorkerId(self.agent.me.worker_id if asked_by is None else asked_by)
-                if rref_id.created_on in self._lost or not self.ledger.expects(rref_id, teller):
+                source = WorkerId(self.agent.me.worker_id if asked_by is None else asked_by)
+                if rref_id.created_on in self._lost or not self.ledger.owned.expects(rref_id, source):
                     raise WorkerLostError(f"the value of reference {rref_id} is gone: its users were lost")
-                # Its RemoteCall is still on the way: another worker was told of it sooner.
+                # Its RemoteCall is still on its way: the message of another worker came first.
                 value = self._owned[rref_id] = Owned()
             return value
 
@@ -256,7 +256,7 @@ class References:
 
         def finish(result: Any, error: BaseException | None = None) -> None:
             if error is not None:
-                let_go_of_frames(error)  # these hold the arguments, and us
+                let_go_of_frames(error)  # they hold the arguments, and the handler
             if value.awaited:
                 link.send(Reply(message.call_id), lazily=True)  # with the value itself, if it goes the same way
                 value.set(result, error)
@@ -275,7 +275,7 @@ class References:
             else:
                 instructions = self.ledger.remote_arrived(rref_id, fork_id, WorkerId(caller))
                 value = self._owned.setdefault(rref_id, Owned())
-                if value.done and not value.begun:  # given up, since who told of it was lost; now it comes after all
+                if value.done and not value.begun:  # it was given up; now it comes after all
                     value = self._owned[rref_id] = Owned()
             value.begun = True
         return value, instructions
@@ -306,9 +306,9 @@ class References:
 
         value.when_done(answer)
 
-    # --- the ledger's orders ------------------------------------------------------------------------------------
+    # --- the ledger's instructions ------------------------------------------------------------------------------
 
-    def _obey(self, event: Callable[[], list[Instruction]]) -> None:
+    def _apply(self, event: Callable[[], list[Instruction]]) -> None:
         with self._lock:
             instructions = event()
         self._carry_out(instructions)
@@ -319,34 +319,35 @@ class References:
                 case Send(to, message):
                     self.agent.send_message(to, message, lazily=True)
                 case Free(rref_id):
-                    with self._lock:
-                        freed = self._owned.pop(rref_id, None)
+                    with self._lock:  # unless its RemoteCall came after the event that freed it
+                        freed = None if self.ledger.owned.has(rref_id) else self._owned.pop(rref_id, None)
                     if freed is not None and not freed.begun:
                         freed.set(None, WorkerLostError(f"the value of reference {rref_id} will not come"))
                     del freed  # outside the lock: the value may hold references itself
+                case GiveUp(rref_id, worker):
+                    with self._lock:
+                        value = self._owned.get(rref_id)
+                    if value is not None:
+                        self._give_up(value, worker)
                 case Broken(fork_id):
                     with self._lock:
                         if self.ledger.is_held(fork_id):
                             self.broken.setdefault(fork_id, None)
 
+    def _give_up(self, value: Owned, worker: WorkerId) -> None:
+        """Behind the calls of that worker that are here and wait for a thread: they may still make the value."""
+        self.agent.plane.submit(_fail_unless_begun, value, worker, call=True)
+
     def _on_message(self, sender: int, message: Any, _: Callable[[], Any]) -> None:
-        self._obey(lambda: self.ledger.on_message(WorkerId(sender), message))
+        self._apply(lambda: self.ledger.on_message(WorkerId(sender), message))
 
     def _worker_lost(self, worker: int) -> None:
         with self._lock:
             self._lost.add(worker)
             instructions = self.ledger.worker_lost(WorkerId(worker))
-            orphans = [
-                value
-                for rref_id, value in self._owned.items()
-                if not value.begun and (rref_id.created_on == worker or self.ledger.has_given_up(rref_id))
-            ]
         self._carry_out(instructions)
-        if orphans:
-            # Behind the calls of that worker that are here and wait for a thread: they will make their values yet.
-            self.agent.plane.submit(_end_orphans, orphans, worker, call=True)
 
-    # --- seeing it ----------------------------------------------------------------------------------------------
+    # --- what is there ------------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, int]:
         with self._lock:
@@ -370,8 +371,6 @@ class References:
         return f"<References of {self.agent.me.name!r}: {len(self._owned)} values, {self.ledger!r}>"
 
 
-def _end_orphans(values: list[Owned], worker: int) -> None:
-    """Ends the values whose call has not come, since a worker is lost that made it or alone told of it."""
-    for value in values:
-        if not value.begun:
-            value.set(None, WorkerLostError(f"this value has not come, and will not: worker {worker} is lost"))
+def _fail_unless_begun(value: Owned, worker: WorkerId) -> None:
+    if not value.begun:
+        value.set(None, WorkerLostError(f"this value has not come, and will not: worker {worker} is lost"))

@@ -72,7 +72,7 @@ class RRef(Generic[T]):
         self._rref_id = references.create_local(owned)
         self._references = references
 
-    # --- who owns it ------------------------------------------------------------------------------------------
+    # --- the owner --------------------------------------------------------------------------------------------
 
     def owner(self) -> WorkerInfo:
         """Returns the worker that has the value.
@@ -151,7 +151,7 @@ class RRef(Generic[T]):
         If the function that makes the value still runs, this waits for it.
 
         Returns:
-            The value. It is not copied: changes are seen by everybody.
+            The value. It is not copied: a change is seen through all references.
 
         Raises:
             UsageError: The value lives on another worker.
@@ -185,7 +185,7 @@ class RRef(Generic[T]):
         return value
 
     def _check_job(self) -> None:
-        """Each job numbers its references from 0: in a later one, the same number means another value."""
+        """Each job numbers its references from 0: in a later job, the same number is that of another value."""
         if self._references.worker.closed:
             name = self._references.agent.me.name
             raise NotInitializedError(
@@ -288,7 +288,7 @@ class RRef(Generic[T]):
         self._check_job()
         self._references.worker.backward_of(self, dist_autograd_ctx_id, retain_graph)
 
-    # --- on its way -------------------------------------------------------------------------------------------
+    # --- sending it -------------------------------------------------------------------------------------------
 
     def __telegrad_share__(self, to: int, answered: bool) -> RRefFork:
         self._check_job()
@@ -376,7 +376,7 @@ setattr(call_method, METHOD_MARK, True)
 
 
 def with_value(rref: RRef[Any], use: Callable[[], T]) -> T | Later:
-    """For what runs on the owner: uses the value now, or, without a thread that waits, when it has been made."""
+    """On the owner: uses the value now or, if it has yet to be made, then; no thread waits for it."""
     when_ready = rref._references.until_made(rref._rref_id) if rref.is_owner() else None
     return use() if when_ready is None else Later(when_ready, use)
 
