@@ -36,6 +36,8 @@ LAYERS = [line.split() for line in """
     telegrad._core.interface  telegrad._core.python  telegrad._core.python.scheduler
     telegrad._core.python.pending
     telegrad._core.python.link
+    telegrad._core.python.poller
+    telegrad._core.python.timer
     telegrad._core.python.plane
     telegrad._agent
     telegrad._agent.failures  telegrad._agent.peers

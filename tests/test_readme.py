@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import telegrad
-from telegrad import rpc
+from telegrad import autograd, rpc
 from telegrad.errors import TelegradError
 from telegrad.rpc import options
 from test_import_order import LAYERS
@@ -113,7 +113,7 @@ def test_command_line_options_exist(path: Path) -> None:
 
 @by_document
 def test_keyword_arguments_exist(path: Path) -> None:
-    functions = [rpc.RpcBackendOptions, rpc.init_rpc, rpc.rpc_sync, rpc.shutdown, rpc.export]
+    functions = [rpc.RpcBackendOptions, rpc.init_rpc, rpc.rpc_sync, rpc.shutdown, rpc.export, autograd.backward]
     known = {name for function in functions for name in inspect.signature(function).parameters}
     named = {match[1] for span in spans(TEXT[path]) if (match := re.match(r"(?:\w+\()?([a-z_]+)=", span))}
     assert named <= known
