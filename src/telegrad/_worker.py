@@ -191,8 +191,10 @@ class Worker:
         future: Future | None = None,
     ) -> Pending:
         """Starts a call.  Without a future, ``Agent.wait`` returns its result."""
-        self._check_open()
-        self.references.let_go()
+        if self.closed:
+            self._check_open()
+        if self.references.dropped:
+            self.references.let_go()
         peer = self._peer(to)
         name, pickled, value = call_value(peer, func, args, kwargs)
         try:

@@ -151,11 +151,14 @@ def _run(
     except BaseException as error:
         fail(error)
         return
-    called = _called(function, args) if called is None else called
-    if future is None:
-        _succeed(result, scope, succeed, fail, called)
-    else:
-        _when_done(future, scope, succeed, fail, called)
+    if future is not None:
+        _when_done(future, scope, succeed, fail, _called(function, args) if called is None else called)
+        return
+    try:
+        with scope or _NO_SCOPE:
+            succeed(result)
+    except SerializationError as error:
+        fail(_unsendable(error, _called(function, args) if called is None else called))
 
 
 def _called(function: Any, args: Any) -> Any:
@@ -176,11 +179,16 @@ def _succeed(
         with scope or _NO_SCOPE:
             succeed(value)
     except SerializationError as error:
-        try:
-            name = shown(called)
-        except Exception:  # of the __repr__ of a callable object
-            name = type(called).__qualname__
-        fail(SerializationError(f"the result{''.join(error.path)} of {name} cannot be sent back: {error}"))
+        fail(_unsendable(error, called))
+
+
+def _unsendable(error: SerializationError, called: Any) -> SerializationError:
+    """The error of a result, with what was called."""
+    try:
+        name = shown(called)
+    except Exception:  # of the __repr__ of a callable object
+        name = type(called).__qualname__
+    return SerializationError(f"the result{''.join(error.path)} of {name} cannot be sent back: {error}")
 
 
 def _await(

@@ -52,13 +52,9 @@ class Peer:
     unsent: list[Any] = field(default_factory=list)  # internal messages that wait until the peer is reached
     dialling: threading.RLock = field(default_factory=threading.RLock)  # a signal handler may dial within a dial
 
-    @property
-    def id(self) -> int:
-        return self.record.worker_id
-
-    @property
-    def name(self) -> str:
-        return self.record.name
+    def __post_init__(self) -> None:
+        self.id = self.record.worker_id
+        self.name = self.record.name
 
     @property
     def links(self) -> list[Link]:

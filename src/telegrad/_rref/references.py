@@ -109,7 +109,7 @@ class References:
         self._make_handle = make_handle
         self._lock = threading.Lock()
         self._owned: dict[GlobalId, Owned] = {}
-        self._dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
+        self.dropped: deque[tuple[GlobalId, GlobalId | None]] = deque()
         self._given_up: set[GlobalId] = set()
         self._lost: set[int] = set()
         agent.on_request(RemoteCall, self._run_remote, How.CALL)
@@ -187,22 +187,22 @@ class References:
             if instructions and not self.agent.closing:
                 self.agent.submit(self._carry_out, instructions)
             return
-        self._dropped.append((rref_id, fork_id))
+        self.dropped.append((rref_id, fork_id))
 
     def _now_and_then(self) -> float:
         """Called by the timer; returns the seconds until the next time.
 
         The next call handles the drops, or this does: to wake a thread for each would cost more than all the rest.
         """
-        if self._dropped:
+        if self.dropped:
             self.agent.submit(self.let_go)
-        return _DROP_SECONDS if self.ledger.holds_any() or self._dropped else math.inf
+        return _DROP_SECONDS if self.ledger.holds_any() or self.dropped else math.inf
 
     def let_go(self) -> None:
         """Handles the drops that were noted."""
-        while self._dropped:
+        while self.dropped:
             try:
-                rref_id, fork_id = self._dropped.popleft()
+                rref_id, fork_id = self.dropped.popleft()
             except IndexError:
                 return  # another thread took it
             if fork_id is None:
@@ -356,7 +356,7 @@ class References:
     @property
     def empty(self) -> bool:
         with self._lock:
-            return self.ledger.empty and not self._owned and not self._dropped
+            return self.ledger.empty and not self._owned and not self.dropped
 
     def wait_empty(self, timeout: float) -> bool:
         """For tests of leaks: whether all references are gone, given some time."""

@@ -106,7 +106,12 @@ def name_of(function: Any) -> str | None:
         name = _names.get(function)
     except TypeError:  # not hashable
         return None
-    if name is None or _is_stale(name, function):
+    if name is not None and name not in _exported:
+        module_name, _, path = name.partition(":")
+        # Not if the name refers to another function now, for example after a notebook cell ran again.
+        if "." not in path and getattr(sys.modules.get(module_name), path, None) is not function:
+            name = None
+    if name is None:
         name = _find_name(function)
         if name is not None:
             if len(_names) >= _NAMES_KEPT:
@@ -119,14 +124,6 @@ def name_of(function: Any) -> str | None:
 def shown(function: Any) -> str:
     """A function, or its name, in an error text."""
     return function if isinstance(function, str) else getattr(function, "__qualname__", None) or repr(function)
-
-
-def _is_stale(name: str, function: Any) -> bool:
-    """Whether the name refers to another function now, for example after a notebook cell ran again."""
-    module_name, _, path = name.partition(":")
-    if "." in path or name in _exported:
-        return False
-    return getattr(sys.modules.get(module_name), path, None) is not function
 
 
 def _find_name(function: Any) -> str | None:
@@ -174,24 +171,20 @@ def resolve(name: str, allow_any: bool) -> Any:
     if not colon:
         raise SerializationError(f"no function is exported as {name!r} here")
     module = sys.modules.get(module_name)
-    if module is None or _is_being_imported(module):
+    if module is None or getattr(getattr(module, "__spec__", None), "_initializing", False):
         try:
             module = importlib.import_module(module_name)  # waits, if another thread is importing it
         except Exception as error:  # importing a module may raise anything
             raise SerializationError(
                 f"cannot import module {module_name!r} for {path!r}: {type(error).__name__}: {error}"
             ) from error
-    function = _look_up(module, path)
+    function = _look_up(module, path) if "." in path else getattr(module, path, None)
     if function is None and module_name in MAIN_MODULES:
         function = _wait_for(module, path)
     if function is None:
         where = getattr(module, "__file__", None) or "no file"
         raise SerializationError(f"module {module_name!r} ({where}) has no {path!r}")
     return function
-
-
-def _is_being_imported(module: Any) -> bool:
-    return getattr(getattr(module, "__spec__", None), "_initializing", False)
 
 
 def _wait_for(module: Any, path: str) -> Any:

@@ -80,7 +80,12 @@ class FrameReader:
                 frames.append(Frame(message, []))
             elif not self._open(message, stream_size, frames):
                 break
-        self._make_room(PREFIX.size)
+        if self._start < self._end:
+            self._make_room(PREFIX.size)
+        else:
+            self._start = self._end = 0
+            if len(self._memory) > _CHUNK:
+                self._memory = memoryview(bytearray(_CHUNK))
         return frames
 
     def _open(self, message: Message, stream_size: int, frames: list[Frame]) -> bool:
@@ -123,11 +128,6 @@ class FrameReader:
     def _make_room(self, needed: int) -> None:
         """Moves the incomplete frame to the start of a buffer that can hold ``needed`` bytes."""
         held = self._end - self._start
-        if held == 0:
-            self._start = self._end = 0
-            if len(self._memory) > _CHUNK:
-                self._memory = memoryview(bytearray(_CHUNK))
-            return
         fits = self._start + needed <= len(self._memory)
         if self._end < len(self._memory) and (fits or self._start == 0):
             return

@@ -39,7 +39,7 @@ class Interceptors:
         if not torch.is_grad_enabled():
             return None
         if context is None:
-            return self._outgoing_outside(to, tensors)
+            return self._outgoing_outside(to, tensors) if tensors else None
         # In this order: the thread that ends the context does it the other way round, so one sees the other.
         context.workers.add(to)
         if context.ended:

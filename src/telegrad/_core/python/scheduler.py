@@ -151,14 +151,16 @@ class Scheduler:
             owns = link.owner is me
             if owns:
                 self._take_away(link)
-            self._enqueue(arrived)
+            if arrived:
+                self._enqueue(arrived)
             return owns
 
     def _take_away(self, link: LinkSchedule) -> None:
         link.owner, link.more = None, False
         self.owned.discard(link)
-        self._enqueue(link.unbegun)
-        link.unbegun.clear()
+        if link.unbegun:
+            self._enqueue(link.unbegun)
+            link.unbegun.clear()
 
     def tick(self, now: float, processor_time: float) -> tuple[list[LinkSchedule], bool]:
         """A tick has passed.  Which links their owners lose, and whether to wake a thread for the queues."""
