@@ -1008,10 +1008,10 @@ def test_the_files_of_a_checkpoint_are_not_written_through_links(
     layer = rpc.remote("b", make_layer, (0,))
     take = fanout._take
 
-    def plant(holders: Any) -> Any:
+    def plant(statefuls: Any) -> Any:
         (temporary,) = tmp_path.glob("run/.saving-*")
         (temporary / name).symlink_to(victim)
-        return take(holders)
+        return take(statefuls)
 
     monkeypatch.setattr(fanout, "_take", plant)
     with pytest.raises((CheckpointError, FileExistsError), match="File exists"):

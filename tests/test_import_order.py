@@ -83,9 +83,9 @@ LAYERS = [line.split() for line in """
     telegrad.checkpoint.files  telegrad.checkpoint.json_state
     telegrad.checkpoint.tensors
     telegrad.checkpoint.manifest
-    telegrad.checkpoint.folder  telegrad.checkpoint.holders
+    telegrad.checkpoint.folder  telegrad.checkpoint.targets
+    telegrad.checkpoint.stateful
     telegrad.checkpoint.fanout
-    telegrad.checkpoint.targets
     telegrad.checkpoint.loading  telegrad.checkpoint.saving
     telegrad.checkpoint
     telegrad.compat.children  telegrad.compat.graph_view  telegrad.compat.node_hooks  telegrad.compat.optim

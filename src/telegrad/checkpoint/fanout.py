@@ -13,33 +13,27 @@ from typing import Any
 
 import msgspec
 from safetensors import SafetensorError
-from torch import nn
 
 from telegrad._current import current_worker
 from telegrad._rref.rref import RRef
 from telegrad.checkpoint.files import Directory
-from telegrad.checkpoint.holders import Holder, Target, holder_of, own_state, remote_parts
 from telegrad.checkpoint.json_state import Parts, put_together
 from telegrad.checkpoint.manifest import Thing
+from telegrad.checkpoint.stateful import Stateful, stateful_of
+from telegrad.checkpoint.targets import Target
 from telegrad.checkpoint.tensors import read, unfit, write
 from telegrad.errors import UsageError
 
 
-def _holders(targets: Sequence[Target]) -> tuple[list[tuple[Target, Holder]], list[str]]:
+def _statefuls(targets: Sequence[Target]) -> tuple[list[tuple[Target, Stateful]], list[str]]:
     """Of these, and what has none."""
     found, problems = [], []
     for target in targets:
         try:
-            found.append((target, holder_of(target)))
+            found.append((target, stateful_of(target)))
         except UsageError as error:
             problems.append(str(error))
     return found, problems
-
-
-def find_parts(references: Sequence[RRef[Any]]) -> list[dict[str, RRef[nn.Module]]]:
-    """Of each: the RemoteModules in it, by the prefix of their keys."""
-    values = [reference.local_value() for reference in references]
-    return [remote_parts(own_state(value)) if isinstance(value, nn.Module) else {} for value in values]
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
@@ -68,9 +62,9 @@ def write_parts(folder: Directory, targets: Sequence[Target]) -> tuple[list[Writ
 
 def _write_all(directory: int, targets: Sequence[Target]) -> tuple[list[Written], list[str]]:
     worker = current_worker()
-    holders, problems = _holders(targets)
+    statefuls, problems = _statefuls(targets)
     with worker.autograd.swapping:  # no step of an optimizer runs at the same time
-        taken, more = _take(holders)
+        taken, more = _take(statefuls)
         problems += more
         try:
             if not problems:
@@ -80,12 +74,12 @@ def _write_all(directory: int, targets: Sequence[Target]) -> tuple[list[Written]
     return [], [f"worker {worker.name!r}: {problem}" for problem in problems]
 
 
-def _take(holders: Sequence[tuple[Target, Holder]]) -> tuple[list[tuple[str, Thing, Parts]], list[str]]:
+def _take(statefuls: Sequence[tuple[Target, Stateful]]) -> tuple[list[tuple[str, Thing, Parts]], list[str]]:
     """The contents of each file, and the problems."""
     taken = []
     problems: list[str] = []
-    for target, holder in holders:
-        thing, parts = holder.take(), Parts(target.name)
+    for target, stateful in statefuls:
+        thing, parts = stateful.take(), Parts(target.name)
         thing = msgspec.structs.replace(thing, state=parts.take_apart(thing.state))
         problems += parts.problems
         problems += [why for key, each in parts.tensors.items() if (why := unfit(f"{target.name}.{key}", each))]
@@ -107,11 +101,11 @@ class Ready:
     """Everything that an owner loads: read and compared, but not yet set."""
 
     def __init__(self) -> None:
-        self.loads: list[tuple[Holder, Any, Thing]] = []
+        self.loads: list[tuple[Stateful, Any, Thing]] = []
 
     def load(self) -> None:
-        for holder, state, thing in self.loads:
-            holder.load(state, thing)
+        for stateful, state, thing in self.loads:
+            stateful.load(state, thing)
 
 
 def prepare_parts(
@@ -134,14 +128,14 @@ def _prepare(
     ready: Ready, directory: int, sizes: Mapping[str, int], parts: Sequence[tuple[Target, Thing]]
 ) -> list[str]:
     things = {target.name: thing for target, thing in parts}
-    holders, problems = _holders([target for target, _ in parts])
-    for target, holder in holders:
+    statefuls, problems = _statefuls([target for target, _ in parts])
+    for target, stateful in statefuls:
         thing = things[target.name]
-        wrong = holder.compare(target.name, thing)
+        wrong = stateful.compare(target.name, thing)
         found, damaged = read(directory, thing.tensors, sizes)
         problems += wrong + damaged
         if not problems:
-            ready.loads.append((holder, put_together(thing.state, found), thing))
+            ready.loads.append((stateful, put_together(thing.state, found), thing))
     return problems
 
 

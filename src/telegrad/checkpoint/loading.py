@@ -11,10 +11,10 @@ import msgspec
 from telegrad.checkpoint import manifest, tensors
 from telegrad.checkpoint.fanout import load_parts, prepare_parts
 from telegrad.checkpoint.folder import Folder
-from telegrad.checkpoint.holders import Target, compare_optimizer, prefix_of
 from telegrad.checkpoint.json_state import put_together, tensor_names
 from telegrad.checkpoint.manifest import Manifest, Thing
-from telegrad.checkpoint.targets import targets_of
+from telegrad.checkpoint.stateful import compare_optimizer
+from telegrad.checkpoint.targets import Target, prefix_of, targets_of
 from telegrad.errors import CheckpointError
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.fanout import ask_all

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 from telegrad.checkpoint import manifest
 from telegrad.checkpoint.fanout import Written, write_parts
 from telegrad.checkpoint.folder import Folder
-from telegrad.checkpoint.holders import Target, prefix_of
 from telegrad.checkpoint.json_state import Parts
 from telegrad.checkpoint.manifest import FORMAT, Manifest, Parameter, Thing
-from telegrad.checkpoint.targets import targets_of
+from telegrad.checkpoint.targets import Target, prefix_of, targets_of
 from telegrad.checkpoint.tensors import TensorRecord
 from telegrad.errors import CheckpointError, UsageError
 from telegrad.optim.distributed import DistributedOptimizer

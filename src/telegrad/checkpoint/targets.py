@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
 
 from telegrad._rref.rref import RRef
-from telegrad.checkpoint.fanout import find_parts
-from telegrad.checkpoint.holders import Share, Target
 from telegrad.errors import UsageError
+from telegrad.nn import RemoteModule
+from telegrad.nn.parts import REMOTE, OwnState
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.fanout import ask_all, by_owner
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")  # it becomes part of a file's name
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of a ``DistributedOptimizer`` that one owner has."""
+
+    numbers: list[int]
+    parameters: list[RRef[Tensor]]
+    groups: list[dict[str, Any]] | None = None  # the driver's settings, which one of the owners writes
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The part of a thing that one owner has.
+
+    Of a module that has RemoteModules in it, some owners have one or more of these.  Each goes by the prefix that its
+    keys have in the state of the whole, as ``"layers.0."``; the prefix of the thing itself is empty.
+    """
+
+    name: str
+    references: dict[str, RRef[Any]]  # by prefix
+    prefixes: frozenset[str] = frozenset(("",))  # those that all owners have
+    share: Share | None = None
 
 
 def targets_of(things: Mapping[str, Any], timeout: float) -> dict[str, list[Target]]:
@@ -105,3 +131,29 @@ def _shares(name: str, optimizer: DistributedOptimizer) -> dict[str, Target]:
         found[owner] = Target(name, {"": reference}, share=share)
         groups = None  # one of them is enough
     return found
+
+
+# --- RemoteModules inside modules -------------------------------------------------------------------------------------
+
+
+def find_parts(references: Sequence[RRef[Any]]) -> list[dict[str, RRef[nn.Module]]]:
+    """Of each: the RemoteModules in it, by the prefix of their keys."""
+    values = [reference.local_value() for reference in references]
+    return [remote_parts(own_state(value)) if isinstance(value, nn.Module) else {} for value in values]
+
+
+def own_state(module: nn.Module) -> dict[str, Any]:
+    """Its ``state_dict()``, with a reference to each RemoteModule in it in the place of that one's values."""
+    if any(isinstance(part, RemoteModule) for _, part in module.named_modules(set())):
+        return cast(dict[str, Any], module.state_dict(destination=OwnState()))
+    return module.state_dict()
+
+
+def remote_parts(state: Mapping[str, Any]) -> dict[str, RRef[nn.Module]]:
+    """The references in an ``own_state``, by prefix."""
+    return {key.removesuffix(REMOTE): value for key, value in state.items() if isinstance(value, RRef)}
+
+
+def prefix_of(key: str, prefixes: Iterable[str]) -> str:
+    """Of the part that this key of a whole state belongs to: the longest that fits."""
+    return max((prefix for prefix in prefixes if key.startswith(prefix)), key=len)

@@ -17,9 +17,8 @@ object          ``state_dict()``                            the keys at the top;
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,39 +28,16 @@ from telegrad._current import current_worker
 from telegrad._rref.rref import RRef
 from telegrad.checkpoint.json_state import TensorName
 from telegrad.checkpoint.manifest import Kind, Parameter, Thing
+from telegrad.checkpoint.targets import Share, Target, own_state, prefix_of, remote_parts
 from telegrad.checkpoint.tensors import Memory, describe, dtype_name, memory_of
 from telegrad.errors import UsageError
-from telegrad.nn import RemoteModule
-from telegrad.nn.parts import REMOTE, OwnState
+from telegrad.nn.parts import REMOTE
 from telegrad.optim.distributed import DistributedOptimizer
 from telegrad.optim.fanout import local_tensors
 from telegrad.optim.local import LocalOptimizer
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of a ``DistributedOptimizer`` that one owner has."""
-
-    numbers: list[int]
-    parameters: list[RRef[Tensor]]
-    groups: list[dict[str, Any]] | None = None  # the driver's settings, which one of the owners writes
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """The part of a thing that one owner has.
-
-    Of a module that has RemoteModules in it, some owners have one or more of these.  Each goes by the prefix that its
-    keys have in the state of the whole, as ``"layers.0."``; the prefix of the thing itself is empty.
-    """
-
-    name: str
-    references: dict[str, RRef[Any]]  # by prefix
-    prefixes: frozenset[str] = frozenset(("",))  # those that all owners have
-    share: Share | None = None
-
-
-class Holder(Protocol):
+class Stateful(Protocol):
     def take(self) -> Thing:
         """The state, with its tensors, and what describes it."""
 
@@ -71,7 +47,7 @@ class Holder(Protocol):
     def load(self, state: Any, saved: Thing) -> None: ...
 
 
-def holder_of(target: Target) -> Holder:
+def stateful_of(target: Target) -> Stateful:
     values = {prefix: reference.local_value() for prefix, reference in target.references.items()}
     if all(isinstance(each, nn.Module) for each in values.values()):
         return _Module(target, values)
@@ -85,23 +61,6 @@ def holder_of(target: Target) -> Holder:
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return _Object(value)
     raise UsageError(f"{target.name} is a {type(value).__qualname__}, which has no state_dict and load_state_dict")
-
-
-def own_state(module: nn.Module) -> dict[str, Any]:
-    """Its ``state_dict()``, with a reference to each RemoteModule in it in the place of that one's values."""
-    if any(isinstance(part, RemoteModule) for _, part in module.named_modules(set())):
-        return cast(dict[str, Any], module.state_dict(destination=OwnState()))
-    return module.state_dict()
-
-
-def remote_parts(state: Mapping[str, Any]) -> dict[str, RRef[nn.Module]]:
-    """The references in an ``own_state``, by prefix."""
-    return {key.removesuffix(REMOTE): value for key, value in state.items() if isinstance(value, RRef)}
-
-
-def prefix_of(key: str, prefixes: Iterable[str]) -> str:
-    """Of the part that this key of a whole state belongs to: the longest that fits."""
-    return max((prefix for prefix in prefixes if key.startswith(prefix)), key=len)
 
 
 class _Module:
