@@ -17,8 +17,7 @@ from torch.distributed.nn import RemoteModule as TorchRemoteModule
 
 from support import PATIENCE, assert_no_references
 from telegrad import autograd, rpc
-from telegrad._wire.messages import Call
-from telegrad._worker import Worker
+from telegrad._wire.messages import Call, Fetch, RemoteCall
 from telegrad.errors import (
     NotInitializedError,
     RpcTimeoutError,
@@ -32,7 +31,7 @@ from telegrad.nn import RemoteModule, remote_side
 from telegrad.nn.placement import parse
 from telegrad.nn.unsupported import INSTEAD
 from telegrad.optim import DistributedOptimizer
-from telegrad.testing import Cluster, cluster
+from telegrad.testing import Cluster, Fault, cluster
 from worker_processes import join, leave, worker_processes
 
 
@@ -157,22 +156,23 @@ def test_its_attributes_are_those_of_torch(trio: Cluster) -> None:
         ]
 
 
-def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[str, str]] = []  # the calls of all workers: by whom, and of what
+class Requests(Fault):
+    """No fault: it only notes the requests that pass."""
 
-    def note(worker: Worker) -> None:
-        start = worker.agent.calls.start
+    def __post_init__(self) -> None:
+        self.seen: list[Any] = []
 
-        def noted(peer: Any, what: str, *args: Any, **kwargs: Any) -> Any:
-            made.append((worker.name, what))
-            return start(peer, what, *args, **kwargs)
+    def matches(self, sender: int, receiver: int, message: Any) -> bool:
+        if isinstance(message, Call | RemoteCall | Fetch):
+            self.seen.append((sender, receiver, message))
+        return False
 
-        monkeypatch.setattr(worker.agent.calls, "start", noted)
 
-    for worker in trio:
-        note(worker)
+def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster) -> None:
+    made = Requests("delay")
+    trio.faults.add(made)
     remote = RemoteModule("b", Block, (4, 3))
-    assert len(made) == 1, made
+    assert len(made.seen) == 1, made.seen
     state = Block(4, 3).state_dict()
     actions: dict[str, Callable[[], Any]] = {
         "forward": lambda: remote(batch()),
@@ -184,9 +184,9 @@ def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster, monkeypatch: p
         "from a reference": lambda: RemoteModule.init_from_module_rref("b", remote.get_module_rref()),
     }
     for name, action in actions.items():
-        made.clear()
+        made.seen.clear()
         action()
-        assert len(made) == 1, (name, made)
+        assert len(made.seen) == 1, (name, made.seen)
 
 
 def test_a_forward_counts_no_references() -> None:
