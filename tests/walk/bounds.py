@@ -15,7 +15,7 @@ class Bound(NamedTuple):
 
 
 BOUNDS = {
-    "empty call": Bound(caller=60, callee=55),
-    "tensor call": Bound(caller=92, callee=106),
-    "backward": Bound(caller=200, callee=130),
+    "empty call": Bound(caller=44, callee=46),
+    "tensor call": Bound(caller=76, callee=98),
+    "backward": Bound(caller=165, callee=112),
 }
