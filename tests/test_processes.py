@@ -329,7 +329,7 @@ def test_a_message_that_takes_longer_than_the_heartbeat_is_no_silence(transport:
             process.run(remote_functions.forbid_shared_memory)
         join(cast, transports=(transport,), heartbeat=0.5, secret=SECRET)
         size = 75 * MB
-        while max(cast[0].run(remote_functions.big_message, "worker1", size)) < 2.5 and size < 600 * MB:
+        while max(cast[0].run(remote_functions.big_message, "worker1", size)) < 1.5 and size < 600 * MB:
             size *= 2
         assert "lost" not in cast[0].log() + cast[1].log()
         leave(cast)
