@@ -432,6 +432,36 @@ def test_a_child_that_is_cut_from_the_owner_releases_its_parent(received_first: 
     assert o.empty
 
 
+@pytest.mark.parametrize("dropped", ["never", "before", "after"])
+def test_a_fork_that_is_cut_from_the_owner_keeps_its_parent_for_its_children(dropped: str) -> None:
+    """Only C and O have lost each other.  The request of C's child is on its way to O, where A's fork keeps the value."""
+    a, b, c, o = ledgers()
+    x = confirmed_remote(a, o)
+    fork = a.share(x, x, C)
+    c.receive(fork)
+    child = c.share(x, fork.fork_id, B)
+    _, (request,) = b.receive(child)
+    assert a.drop(x) == []
+    if dropped == "before":
+        assert c.drop(fork.fork_id) == []
+    broken = [] if dropped == "before" else [Broken(fork.fork_id)]
+    assert c.worker_lost(O) == broken
+    assert o.worker_lost(C) == []
+    if dropped == "after":
+        assert c.drop(fork.fork_id) == []
+    assert isinstance(request, Send)
+    (accepted,) = o.on_message(B, request.message)
+    assert isinstance(accepted, Send)
+    assert b.on_message(O, accepted.message) == [Send(C, ChildConfirmed(child.fork_id))]
+    assert c.on_message(B, ChildConfirmed(child.fork_id)) == [Send(A, ChildConfirmed(fork.fork_id))]
+    assert a.on_message(C, ChildConfirmed(fork.fork_id)) == [Send(O, UserDelete(x, x))]
+    assert o.on_message(A, UserDelete(x, x)) == []
+    assert a.empty
+    if dropped == "never":
+        assert c.drop(fork.fork_id) == []
+    assert c.empty
+
+
 def test_losing_the_receiver_releases_the_child() -> None:
     a, _, _, o = ledgers()
     x = confirmed_remote(a, o)

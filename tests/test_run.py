@@ -9,7 +9,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -28,7 +30,8 @@ from telegrad import autograd, rpc
 from telegrad._wire.messages import Gradients
 from telegrad._worker import Worker
 from telegrad.autograd import graph, run
-from telegrad.autograd.functions import engine_call
+from telegrad.autograd.functions import here
+from telegrad.errors import UsageError
 from telegrad.testing import Cluster
 
 Call = Callable[..., Any]  # call(to, function, *args)
@@ -426,7 +429,7 @@ def test_a_batch_that_nothing_can_join_leaves_from_within_the_engine(
     send = run.Run._send_batch
 
     def noted(self: run.Run, to: int, batch: run.GradientBatch) -> None:
-        leaves.append((self.this.is_root, engine_call.get() is not None))
+        leaves.append((self.this.is_root, here.call is not None))
         send(self, to, batch)
 
     monkeypatch.setattr(run.Run, "_send_batch", noted)
@@ -829,6 +832,49 @@ def test_a_hook_that_raises_in_what_many_calls_have_in_common(trio: Cluster, mod
             autograd.backward(context_id, [loss], mode=mode)
     assert_nothing_left(trio)
     check(trio, fan_out, mode)
+
+
+# --- which run a node belongs to ------------------------------------------------------------------------------------
+
+
+def test_a_plain_backward_in_a_copy_of_a_hooks_context_is_refused(trio: Cluster) -> None:
+    """It runs on another thread, and its gradients are none of the pass's."""
+    with ThreadPoolExecutor() as threads, autograd.context() as context_id:
+        weight = torch.ones(2, requires_grad=True)
+        received = rpc.rpc_sync("b", torch.mul, (weight, 2))
+        product = received * 3
+        errors: list[BaseException | None] = []
+
+        def plain() -> None:
+            with torch.enable_grad():
+                (received * 5).sum().backward()
+
+        def hook(gradient: Tensor) -> None:
+            errors.append(threads.submit(copy_context().run, plain).exception(PATIENCE))
+
+        product.register_hook(hook)
+        autograd.backward(context_id, [product.sum()])
+        assert [type(error) for error in errors] == [UsageError]
+        assert autograd.get_gradients(context_id)[weight].tolist() == [6, 6]
+
+
+def test_backwards_may_be_nested_deeper_than_torch_recurses(trio: Cluster) -> None:
+    """Beyond 60 levels torch's engine runs the nodes on a thread of its own."""
+    depth = 64
+    with autograd.context() as context_id:
+        leaves = [torch.ones(2, requires_grad=True) for _ in range(depth)]
+        received = [rpc.rpc_sync("b", torch.mul, (leaf, 2)) for leaf in leaves]
+
+        def backward(level: int) -> None:
+            with trio.on("a"), torch.enable_grad():
+                product = received[level] * 3
+                if level + 1 < depth:
+                    product.register_hook(lambda gradient: backward(level + 1))
+                autograd.backward(context_id, [product.sum()], retain_graph=True)
+
+        backward(0)
+        found = autograd.get_gradients(context_id)
+        assert all(found[leaf].tolist() == [6, 6] for leaf in leaves)
 
 
 # --- the end of a thread ------------------------------------------------------------------------------------------

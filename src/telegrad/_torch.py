@@ -52,8 +52,9 @@ def carry_in_engine(value: Any) -> None:
     caller.  ``_current_graph_task_id`` is the same on all of these threads, but the caller does not know the id before
     the first node runs.
 
-    Use it for devices only: torch cannot remove the key again.  The thread then needs the GIL after its last line of
-    Python, to free the value, and the process is aborted if the interpreter ends at that moment.
+    Use it for devices, and inside of an engine call, which restores the state of the thread at its end: torch cannot
+    remove the key again.  The thread would need the GIL after its last line of Python, to free the value, and the
+    process is aborted if the interpreter ends at that moment.
     """
     torch._C._stash_obj_in_tls(_CARRIED, value)
 
@@ -61,6 +62,11 @@ def carry_in_engine(value: Any) -> None:
 def carried_by_engine() -> Any:
     """What ``carry_in_engine`` was given for the engine call that runs the calling node; None outside of one."""
     return torch._C._get_obj_in_tls(_CARRIED) if torch._C._is_key_in_tls(_CARRIED) else None
+
+
+def in_engine_call() -> bool:
+    """Whether the engine runs a node on the calling thread, whose hook, say, is about to call the engine again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def input_metadata(node: Any, output: int) -> Any:

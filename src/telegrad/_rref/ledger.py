@@ -123,7 +123,7 @@ TRANSITIONS: Final[dict[ForkState, dict[ForkEvent, ForkState]]] = {
                  _E.FAIL: _S.BROKEN, _E.TIME_OUT: _S.UNSURE, _E.LOSE_OWNER: _S.BROKEN},
     _S.CONFIRMED: {_E.SHARE: _S.CONFIRMED, _E.DROP: _S.CLOSING, _E.LOSE_OWNER: _S.BROKEN},
     _S.UNSURE: {_E.SHARE: _S.UNSURE, _E.DROP: _S.CLOSING, _E.CONFIRM: _S.CONFIRMED, _E.LOSE_OWNER: _S.BROKEN},
-    _S.BROKEN: {_E.DROP: _S.GONE},
+    _S.BROKEN: {_E.DROP: _S.GONE, _E.SETTLE: _S.BROKEN},
     _S.LEAVING: {_E.CONFIRM: _S.CLOSING, _E.FAIL: _S.GONE, _E.TIME_OUT: _S.CLOSING, _E.LOSE_OWNER: _S.GONE},
     _S.CLOSING: {_E.SETTLE: _S.GONE, _E.LOSE_OWNER: _S.GONE},
     _S.GONE: {},
@@ -323,14 +323,18 @@ class Ledger:
                 raise fault(f"illegal event: {story}")
             return []
         out: list[Instruction] = []
+        # The parent is told also if the owner is lost: it may be cut from this worker only, and the parent would wait
+        # forever.  But not before the children are settled, which only the parent's fork may keep alive at the owner.
+        parent_waits = fork.parent is not None and bool(fork.children) and fork.owner in self._lost
+        if to is _S.GONE and parent_waits:
+            to = _S.CLOSING
         fork.state = to
-        if to not in _UNANSWERED:
-            # Also if the owner is lost: it may be cut from this worker only, and the parent would wait forever.
+        if to not in _UNANSWERED and not parent_waits:
             out += self._tell_parent(fork.parent, fork_id)
             fork.parent = None
-        if event is _E.SETTLE:
+        if event is _E.SETTLE and to is _S.GONE and fork.owner not in self._lost:
             out.append(Send(fork.owner, UserDelete(fork.rref_id, fork_id)))
-        if to is _S.BROKEN:
+        if to is _S.BROKEN and state is not _S.BROKEN:
             out.append(Broken(fork_id))
         if to is _S.GONE:
             # One that was broken may go before its children are settled, as nothing is sent then.
@@ -396,8 +400,9 @@ class Ledger:
         for fork_id, fork in self._forks.items():
             assert fork.state is not _S.GONE, f"{fork_id} is gone but stored"
             assert fork.state is not _S.CLOSING or fork.children, f"{fork_id} has nothing to wait for"
-            assert fork.state is _S.BROKEN or fork.owner not in self._lost, f"{fork_id} outlived its owner: {fork}"
-            assert fork.parent is None or fork.state in _UNANSWERED, f"{fork_id}: parent waits: {fork}"
+            parent_waits = fork.parent is not None and bool(fork.children) and fork.owner in self._lost
+            assert fork.state is _S.BROKEN or fork.owner not in self._lost or parent_waits, f"owner is lost: {fork}"
+            assert fork.parent is None or fork.state in _UNANSWERED or parent_waits, f"{fork_id}: parent waits: {fork}"
         pairs = {(child_id, fork_id) for fork_id, fork in self._forks.items() for child_id in fork.children}
         assert pairs == {(child_id, of) for child_id, (of, _) in self._children.items()}, f"{pairs}, {self._children}"
         for child_id, (_, to) in self._children.items():

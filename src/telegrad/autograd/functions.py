@@ -8,13 +8,14 @@ over to be sent to the send at the other end.
     sender                                   receiver
         x ◀── SendRpc   ◀ ─ ─ gradient ─ ─   RecvRpc ◀── y = f(x)
 
-A node finds the run that called the engine in a context variable, ``engine_call``: nodes on the CPU run on the thread
-that called.  The nodes of a device run on that device's thread, and find it through torch's graph task.
+A node finds the run that called the engine in ``here``, since nodes on the CPU run on the thread that called.  Nodes of
+a device run on that device's thread, and those of an engine call inside of another may run on one of torch's: they find
+it through torch's graph task (``_torch.carried_by_engine``).
 """
 
 from __future__ import annotations
 
-from contextvars import ContextVar
+import threading
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,7 +44,13 @@ class EngineCall(Protocol):
         """Takes the gradient of a received tensor, to be sent with those of the same message."""
 
 
-engine_call: ContextVar[EngineCall | None] = ContextVar("telegrad_engine_call", default=None)
+class _Here(threading.local):
+    """A ``threading.local``, and no ``ContextVar``: a copy of a context may be entered on another thread, or later."""
+
+    call: EngineCall | None = None  # the innermost that the calling thread has made and not ended
+
+
+here = _Here()
 
 _EMPTY = torch.empty(())
 
@@ -58,7 +65,7 @@ class SendRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
-        call = engine_call.get()
+        call: EngineCall | None = carried_by_engine() or here.call
         assert call is not None, "a send is a root of telegrad's own engine calls only"
         return None, None, call.gradient_for(*ctx.sent)
 
@@ -75,7 +82,7 @@ class RecvRpc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        call: EngineCall | None = engine_call.get() or carried_by_engine()
+        call: EngineCall | None = carried_by_engine() or here.call
         if call is None:
             raise UsageError(
                 "this tensor came from another worker, so a plain backward() ends here: call "

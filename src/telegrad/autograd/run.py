@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import Parameter
 
 from telegrad._agent.agent import Agent
-from telegrad._torch import carry_in_engine, run_engine
+from telegrad._torch import carried_by_engine, carry_in_engine, in_engine_call, run_engine
 from telegrad._wire.messages import Finished, Gradients
 from telegrad._wire.values import Bundle
 from telegrad.autograd.accumulate import Leaves, address_of
@@ -27,7 +27,7 @@ from telegrad.autograd.backward_pass import Message, Pass, Steps
 from telegrad.autograd.context import Scope, context_variable
 from telegrad.autograd.ddp import Reduction
 from telegrad.autograd.diagnostics import lost_in_backward
-from telegrad.autograd.functions import ANCHOR, Recv, engine_call
+from telegrad.autograd.functions import ANCHOR, Recv, here
 from telegrad.autograd.gates import entries, gradient_or_zeros, wait_for_gradient
 from telegrad.autograd.graph import ACCUMULATE, takes_as_it_is
 from telegrad.autograd.local_pass import Job
@@ -164,9 +164,10 @@ class Run:
         self._at_once = this.head.create_graph or not unit.recvs_last
         self._parts: dict[Recv, dict[int, Tensor | None]] = {}  # of messages of which another tensor is to come
         entered = context_variable.set(this.context)
-        called = engine_call.set(self)
-        carries = this.context.uses_device
+        outer_call, here.call = here.call, self
+        carries = this.context.uses_device or in_engine_call()
         if carries:
+            outer_carried = carried_by_engine()
             carry_in_engine(self)
         outer_wait = self._agent.before_waiting(self.send)  # a hook may wait for a worker that waits for a batch
         try:
@@ -188,9 +189,9 @@ class Run:
         finally:
             context_variable.reset(entered)
             self._agent.before_waiting(outer_wait)
-            engine_call.reset(called)
+            here.call = outer_call
             if carries:
-                carry_in_engine(None)
+                carry_in_engine(outer_carried)
 
     # --- called by nodes, on a thread of torch's engine ---------------------------------------------------------
 

@@ -231,7 +231,8 @@ class PythonPlane:
         """
         link.fail("the reading thread was interrupted")
         settled = [work.second for work in works if isinstance(work.second, PendingCall)]
-        self._queue([Work(False, _call_back_once, link, pending) for pending in settled])
+        if settled:
+            self._queue([Work(False, _call_back_once, link, pending) for pending in settled])
 
     def _receive(self, link: PythonLink, works: list[Work]) -> None:
         """Reads once.  Settles answers and handles quick messages; adds to ``works`` what may block."""
@@ -384,7 +385,9 @@ class PythonPlane:
             link.reading.release()
             self._watch(link, BYTES)  # also if no call is pending: this may be the beginning of a large late answer
         if works:
-            self._queue(works)
+            self._scheduler.add(works)  # this thread comes to the queues next
+            if self._timer.sleeps:
+                self._timer.ring()
 
     def _serve_link(self, link: PythonLink, me: Owner) -> None:
         """Reads and runs what arrives, until nothing does for a moment or the link is lost."""
@@ -451,7 +454,9 @@ class PythonPlane:
                 works: list[Work] = []
                 try:
                     self._receive(link, works)
-                    self._queue([work for work in works if work.is_call])
+                    calls = [work for work in works if work.is_call]
+                    if calls:
+                        self._queue(calls)
                     work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
                 except BaseException:
                     self._interrupted(link, ())
