@@ -434,7 +434,7 @@ def test_a_child_that_is_cut_from_the_owner_releases_its_parent(received_first: 
 
 @pytest.mark.parametrize("dropped", ["never", "before", "after"])
 def test_a_fork_that_is_cut_from_the_owner_keeps_its_parent_for_its_children(dropped: str) -> None:
-    """Only C and O have lost each other.  The request of C's child is on its way to O, where A's fork keeps the value."""
+    """Only C and O have lost each other.  A request of C's child is on its way to O, where A's fork keeps the value."""
     a, b, c, o = ledgers()
     x = confirmed_remote(a, o)
     fork = a.share(x, x, C)
