@@ -9,7 +9,7 @@ from statistics import median
 #: at the worst moment; threads, because the data plane lets surplus ones go only after ten idle seconds, and each stall
 #: of a few milliseconds makes some; the other figures, because the honest worker's traffic goes on, and the victim may
 #: still dial a worker that has just gone.
-ALLOWED = {"memory": 48 << 20, "threads": 160, "busy threads": 4, "unfinished": 4, "descriptors": 8, "links": 4}
+ALLOWED = {"memory": 48 << 20, "threads": 64, "busy threads": 4, "unfinished": 4, "descriptors": 8, "links": 4}
 LEFT_OUT = frozenset(("inputs",))
 
 
