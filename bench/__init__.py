@@ -9,6 +9,7 @@
     measure     the timing loop; every reply is checked, outside the timed region
     results     the samples of a run: row, side, round
     protocol    the messages between the parent and its workers
+    ablations   parts of telegrad's data plane, each with what switches it off
     worker      ``python -m bench.worker``: one caller or callee
     side        the parent's end of one caller and its callees; every wait has a timeout
     schedule    the interleaving of rows, sides and rounds
@@ -18,6 +19,7 @@
     units       figures as people read them
     table       the tables as strings
     terminal, markdown, picture, record     four ways to show or keep a verdict (``record`` is the JSON)
+    compare     ``python -m bench.compare``: versions of telegrad against each other
 
 A module imports only what stands above it.  Only ratios within one run mean anything: the machine's speed changes
 from hour to hour, but it is the same for both libraries within one round.

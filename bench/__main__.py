@@ -20,7 +20,7 @@ from bench.schedule import Schedule, run
 from bench.side import SideFailedError
 from bench.verdict import judge
 
-__all__ = ["main"]
+__all__ = ["main", "named_rows"]
 
 _RESULTS = Path(__file__).resolve().parent / "results"
 _README = Path(__file__).resolve().parent.parent / "README.md"
@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description=main.__doc__)
     parser.add_argument("--rounds", type=_positive, default=7, help="rounds, at least 5 for a result to keep (7)")
-    parser.add_argument("--rows", type=_rows, metavar="NAME,NAME", help=f"only these of {', '.join(_NAMES)}")
+    parser.add_argument("--rows", type=named_rows, metavar="NAME,NAME", help=f"only these of {', '.join(_NAMES)}")
     parser.add_argument(
         "--quick", action="store_true", help="one round, few calls, no big tensors: does it run at all?"
     )
@@ -83,7 +83,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _rows(text: str) -> list[Row]:
+def named_rows(text: str) -> list[Row]:
     names = [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in _NAMES]:
         raise argparse.ArgumentTypeError(f"no row is called {', '.join(unknown)}; there are {', '.join(_NAMES)}")

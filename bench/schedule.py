@@ -68,12 +68,16 @@ class Schedule:
         return turns
 
 
-def run(schedule: Schedule, tell: Callable[[str], None]) -> Results:
-    """Run it all.  ``SideFailedError`` when a side does not even start; later failures are in the results."""
+def run(schedule: Schedule, tell: Callable[[str], None], sides: Sequence[Side] | None = None) -> Results:
+    """Run it all, on the libraries and the raw limits or on these sides.
+
+    ``SideFailedError`` when a side does not even start; later failures are in the results.
+    """
     results = Results()
     started = time.monotonic()
-    sides = [Side(name, schedule.timeout, schedule.workers) for name in schedule.libraries]
-    sides.append(Side(RAW, schedule.timeout))
+    if sides is None:
+        sides = [Side(name, schedule.timeout, schedule.workers) for name in schedule.libraries]
+        sides.append(Side(RAW, schedule.timeout))
     with ExitStack() as stack:
         for side in sides:
             stack.callback(side.kill)

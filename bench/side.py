@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
+from bench.library import LIBRARIES
 from bench.protocol import Done, Failed, Measure, Ready, Stop
 from bench.results import RAW
 from bench.row import CALLEES, CALLER, Plan
@@ -63,10 +64,15 @@ class _Worker:
 
 
 class Side:
-    """``name`` is a library's, or ``"raw"``; ``timeout`` is for the start, and for each order."""
+    """``name`` is a library's, or ``"raw"``, or any name for a version of telegrad: that of another checkout, or
+    ``without`` one of the parts in ``ablations``.  ``timeout`` is for the start, and for each order."""
 
-    def __init__(self, name: str, timeout: float, workers: int = 2) -> None:
+    def __init__(
+        self, name: str, timeout: float, workers: int = 2, checkout: Path = _ROOT, without: str | None = None
+    ) -> None:
         self.name = name
+        self._checkout = checkout
+        self._without = without
         self.timeout = timeout
         self.roles = (CALLER, *CALLEES)[:workers]
         self._workers: list[_Worker] = []
@@ -174,13 +180,16 @@ class Side:
     def _start(self, role: str, peer: socket.socket | None, port: str) -> _Worker:
         ours, theirs = socket.socketpair()
         log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the worker)
-        command = [sys.executable, "-m", "bench.worker", "--side", self.name, "--role", role]
+        side = self.name if self.name in (*LIBRARIES, RAW) else "telegrad"
+        command = [sys.executable, "-m", "bench.worker", "--side", side, "--role", role]
         command += ["--workers", str(len(self.roles)), "--orders", str(theirs.fileno()), "--timeout", str(self.timeout)]
         handed_on = [theirs.fileno()]
         if peer is not None:
             command += ["--peer", str(peer.fileno())]
             handed_on.append(peer.fileno())
-        paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        if self._without is not None:
+            command += ["--without", self._without]
+        paths = [str(_ROOT), str(self._checkout / "src"), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from bench.ablations import ABLATIONS, apply
 from bench.library import LIBRARIES, Library
 from bench.limits import LIMITS, answer_round_trips
 from bench.measure import measure
@@ -84,6 +85,7 @@ def _main() -> None:
     parser.add_argument("--orders", type=int, required=True, help="file descriptor of the connection to the parent")
     parser.add_argument("--peer", type=int, help="file descriptor of the socket to the other process (raw only)")
     parser.add_argument("--timeout", type=float, required=True, help="seconds for the start, and for any one call")
+    parser.add_argument("--without", choices=list(ABLATIONS), help="a part of telegrad's data plane to switch off")
     arguments = parser.parse_args()
 
     # A stopped process would not notice that its parent has died (see ``side``).
@@ -91,6 +93,8 @@ def _main() -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    if arguments.without is not None:
+        apply(arguments.without)
     orders = Connection(arguments.orders)
     try:
         if arguments.side == "raw":

@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))  # bench is run from the checkout, never installed
 
 from bench import __main__ as command_line  # noqa: E402
 from bench import markdown, picture  # noqa: E402
+from bench.ablations import ABLATIONS  # noqa: E402
 from bench.limits import LIMITS  # noqa: E402
 from bench.machine import this_machine  # noqa: E402
 from bench.measure import measure  # noqa: E402
@@ -468,11 +469,13 @@ def test_imports_point_one_way() -> None:
             "measure",
             "results",
             "protocol",
+            "ablations",
             "worker",
             "side",
             "schedule",
         ),
         *("stats", "verdict", "machine", "units", "table", "terminal", "markdown", "picture", "record", "__main__"),
+        "compare",
     ]
     files = {path.stem: path for path in (ROOT / "bench").glob("*.py") if path.stem != "__init__"}
     assert set(files) | {"rows"} == set(order)
@@ -502,3 +505,20 @@ def test_quick_run(tmp_path: Path) -> None:
     assert [len(curve["sides"]["telegrad"]["points"]) for curve in data["growth"].values()] == [3, 2]
     assert (tmp_path / "latest.png").exists()
     assert (tmp_path / "latest-autograd.png").exists()
+
+
+def test_a_version_without_a_part_is_compared() -> None:
+    command = [sys.executable, "-m", "bench.compare", "--rows", "empty_call", "--rounds", "1"]
+    command += ["--without", "spin", "--against", str(ROOT), "--no-torch"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    headings, _, row, *_ = done.stdout.splitlines()
+    assert headings == f"| row | without spin | {ROOT} |"
+    assert re.fullmatch(r"\| empty Python call( \| [0-9.]+ \([0-9.]+\.\.[0-9.]+\)){2} \|", row)
+
+
+@pytest.mark.parametrize("name", list(ABLATIONS))
+def test_the_parts_to_switch_off_exist(name: str) -> None:
+    program = f"from bench.ablations import apply; apply({name!r})"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)])}
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, timeout=100)
