@@ -2,6 +2,8 @@
 
 ``--without spin,tick`` adds this checkout without a part of its data plane (see ``ablations``), ``--against DIR``
 another checkout.  A figure is the ratio to this checkout's time in the same rounds: above 1, the version is slower.
+The same code is up to 15 % faster or slower in one process than in another, for as long as these live; so the processes
+of all versions are started several times.
 """
 
 from __future__ import annotations
@@ -23,20 +25,28 @@ from bench.stats import ratio
 __all__ = ["main"]
 
 _THIS = "telegrad"
+_TIMEOUT = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     schedule = Schedule(
-        rows=arguments.rows, libraries=[], rounds=arguments.rounds, quick=False, timeout=60.0, budget=arguments.budget
+        rows=arguments.rows,
+        libraries=[],
+        rounds=arguments.rounds,
+        quick=False,
+        timeout=_TIMEOUT,
+        budget=arguments.budget,
     )
-    sides = [Side(_THIS, 60.0, schedule.workers)]
-    sides += [Side(f"without {part}", 60.0, schedule.workers, without=part) for part in arguments.without]
-    sides += [Side(str(path), 60.0, schedule.workers, checkout=path) for path in arguments.against]
+    sides = [Side(_THIS, _TIMEOUT, schedule.workers)]
+    sides += [Side(f"without {part}", _TIMEOUT, schedule.workers, without=part) for part in arguments.without]
+    sides += [Side(str(path), _TIMEOUT, schedule.workers, checkout=path) for path in arguments.against]
     if arguments.torch:
-        sides.append(Side("torch", 60.0, schedule.workers))
+        sides.append(Side("torch", _TIMEOUT, schedule.workers))
+    results = Results()
     try:
-        results = run(schedule, lambda text: print(text, file=sys.stderr), sides)
+        for _ in range(arguments.restarts):
+            _merge(results, run(schedule, lambda text: print(text, file=sys.stderr), sides))
     except SideFailedError as error:
         print(error, file=sys.stderr)
         return 2
@@ -46,6 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for failure in results.failures:
         print(f"{failure.side} failed in {failure.row}: {failure.text}", file=sys.stderr)
     return 2 if results.failures else 0
+
+
+def _merge(results: Results, more: Results) -> None:
+    results.failures += more.failures
+    for row, sides in more.rows.items():
+        for side, rounds in sides.items():
+            results.rows.setdefault(row, {}).setdefault(side, []).extend(rounds)
 
 
 def _table(rows: Sequence[Row], sides: Sequence[str], results: Results) -> str:
@@ -65,7 +82,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--against", type=_checkout, action="append", default=[], metavar="DIR", help="a checkout")
     parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave out torch.distributed")
     parser.add_argument("--rows", type=named_rows, required=True, metavar="NAME,NAME")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=2, help="rounds with the same processes (2)")
+    parser.add_argument("--restarts", type=int, default=4, help="how often to do that, with new processes (4)")
     parser.add_argument("--budget", type=float, default=1200.0, help="start no round that would end later (1200 s)")
     return parser.parse_args(argv)
 

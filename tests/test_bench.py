@@ -508,7 +508,7 @@ def test_quick_run(tmp_path: Path) -> None:
 
 
 def test_a_version_without_a_part_is_compared() -> None:
-    command = [sys.executable, "-m", "bench.compare", "--rows", "empty_call", "--rounds", "1"]
+    command = [sys.executable, "-m", "bench.compare", "--rows", "empty_call", "--rounds", "1", "--restarts", "1"]
     command += ["--without", "spin", "--against", str(ROOT), "--no-torch"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
