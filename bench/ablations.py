@@ -27,8 +27,8 @@ def _reader_runs() -> None:
 def _tick() -> None:
     from telegrad._core.python import plane, timer
 
-    _set(timer, "TICK", 10e-3)
-    _set(plane, "TICK", 10e-3)
+    _set(timer, "TICK", 1e-3)
+    _set(plane, "TICK", 1e-3)
 
 
 def _stuck() -> None:
@@ -41,25 +41,6 @@ def _surplus() -> None:
     from telegrad._core.python import plane
 
     _set(plane, "_SURPLUS_SECONDS", 0.1)
-
-
-def _attend() -> None:
-    from telegrad._core.python.plane import PythonPlane
-
-    _set(PythonPlane, "attend", lambda self, link, done: None)
-
-
-def _join() -> None:
-    from telegrad._core.python.scheduler import LinkSchedule
-
-    _always(LinkSchedule, "more", False)
-
-
-def _lazy() -> None:
-    from telegrad._core.python.link import PythonLink
-
-    send = PythonLink.send
-    _set(PythonLink, "send", lambda self, *args, lazily=False, **more: send(self, *args, **more))
 
 
 def _set(where: Any, name: str, value: Any) -> None:
@@ -76,12 +57,9 @@ def _always(cls: type[Any], name: str, value: bool) -> None:
 ABLATIONS: dict[str, tuple[str, Callable[[], None]]] = {
     "spin": ("a thread sleeps at once when there are no bytes (`SPIN` = 0)", _spin),
     "reader-runs": ("each call goes to the queue, for another thread than the one that read it", _reader_runs),
-    "tick": ("a call keeps its link for 10 ms instead of 1 (`TICK`)", _tick),
+    "tick": ("a long call loses its link after 1 ms instead of 3 (`TICK`)", _tick),
     "stuck": ("no call begins above `num_worker_threads`, whatever happens (`STUCK` = never)", _stuck),
     "surplus": ("idle threads end after 0.1 s instead of 10 (`_SURPLUS_SECONDS`)", _surplus),
-    "attend": ("the thread that called `backward` does not read what workers send it meanwhile (`attend`)", _attend),
-    "join": ("each answer is sent at once, not together with those after it (`LinkSchedule.more`)", _join),
-    "lazy": ("messages that no worker waits for are sent at once (`lazily`)", _lazy),
 }
 """By name: what is different, and what makes it so."""
 

@@ -145,7 +145,7 @@ def test_one_thread_dials_for_all_messages_that_no_worker_waits_for(job: Cluster
     dialler.gate.clear()
     threads = threading.active_count()
     for number in range(50):
-        assert agent.send_message(job["b"].id, DropContext(number), lazily=True)
+        assert agent.send_message(job["b"].id, DropContext(number), dials=False)
     assert eventually(lambda: dialler.dials)
     assert agent.plane.unfinished == 1
     assert threading.active_count() <= threads + 2

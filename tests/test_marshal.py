@@ -38,8 +38,7 @@ class FakeLink:
         self.held: dict[int, Any] = {}
         self.posted: list[SegmentReleased] = []
 
-    def send(self, message: SegmentReleased, lazily: bool) -> None:
-        assert lazily
+    def send(self, message: SegmentReleased) -> None:
         self.posted.append(message)
 
 

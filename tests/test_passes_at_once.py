@@ -23,11 +23,11 @@ def times_weight(tensor: Tensor) -> Tensor:
     return tensor * WEIGHT
 
 
-# --- threads of one process that attend one link ------------------------------------------------------------------
+# --- threads of one process -----------------------------------------------------------------------------------------
 
 
-def test_threads_with_contexts_of_their_own_read_one_link_in_turns() -> None:
-    done = telegrad_run(2, PROGRAMS / "attending.py")
+def test_threads_with_contexts_of_their_own() -> None:
+    done = telegrad_run(2, PROGRAMS / "passes_in_threads.py")
     assert "all right" in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -114,16 +114,12 @@ def test_many_threads_send(pair: Pair) -> None:
         assert all(bytes(frame.buffers[0]) == payload for frame in mine if frame.buffers)
 
 
-def test_what_is_sent_lazily_goes_with_the_next_message_or_a_flush(pair: Pair) -> None:
+def test_a_last_message_is_sent_after_those_before_it(pair: Pair) -> None:
     caller, callee = pair
-    caller.link.send(Goodbye(), lazily=True)
-    assert caller.link.has_unsent
-    caller.note(2)
-    assert callee.got(2)[0].message == Goodbye()
-    caller.link.send(Goodbye(), lazily=True)
-    caller.link.flush(0.0)
-    assert callee.got(3)[2].message == Goodbye()
+    caller.note(1)
+    caller.link.send_last(Goodbye(), time.monotonic() + PATIENCE)
     assert not caller.link.has_unsent
+    assert callee.got(2)[1].message == Goodbye()
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -386,14 +382,14 @@ def test_a_big_message_blocks_until_its_deadline_and_is_sent_later(deaf_pair: Pa
     assert caller.broken == callee.broken == []
 
 
-def test_a_flush_ends_at_its_deadline(deaf_pair: Pair) -> None:
+def test_a_last_message_waits_for_the_peer_until_its_deadline(deaf_pair: Pair) -> None:
     caller, callee = deaf_pair
-    for number in range(2000):
-        body = Body(tree="x" * 10_000)
-        caller.link.send(RemoteCall(number, "f", GlobalId(1, 1), GlobalId(1, 2), body), lazily=True)
-    in_thread(lambda: caller.link.flush(time.monotonic() + 0.1))()
+    body = Body(tree="x" * (20 << 20))  # more than the kernel holds
+    deadline = time.monotonic() + 0.2
+    in_thread(lambda: caller.link.send_last(RemoteCall(1, "f", GlobalId(1, 1), GlobalId(1, 2), body), deadline))()
+    assert time.monotonic() >= deadline
     callee.start_reading()
-    assert [frame.message.call_id for frame in callee.got(2000)] == list(range(2000))
+    assert [frame.message.call_id for frame in callee.got(1)] == [1]
 
 
 def test_when_a_send_returns_the_caller_may_change_its_memory(deaf_pair: Pair) -> None:

@@ -154,25 +154,6 @@ def test_a_signal_handler_may_call_at_any_moment_of_a_call(make_plane: Any) -> N
     assert 0 < refused < moment
 
 
-def test_a_ctrl_c_at_any_moment_of_attending(make_plane: Any) -> None:
-    moment, over = 0, 0
-    while over < ENOUGH:
-        with linked(make_plane, "unix", reading=False) as pair:
-            caller, callee = pair
-            for number in range(3):
-                caller.message(number)
-            other = in_thread(lambda caller=caller: caller.ask(timeout=AT_ONCE))
-            assert eventually(lambda caller=caller: caller.plane.pending)
-            with contextlib.suppress(KeyboardInterrupt), Moments(moment, interrupt) as moments:
-                callee.plane.attend(callee.link, lambda callee=callee: len(callee.frames) == 3)
-            over += not moments.came
-            callee.start_reading()
-            assert_others_go_on(pair, other, moments)
-            assert callee.broken or len(callee.got(2)) in (2, 3), "one may have been interrupted"
-        moment += 1
-    assert moment > 20
-
-
 @pytest.mark.parametrize("transport", STREAMS)
 @pytest.mark.parametrize("waits", [True, False], ids=["waiting", "sending"])
 def test_a_real_signal_while_a_thread_waits_or_sends(make_plane: Any, transport: str, waits: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from planes import IMPLEMENTATIONS, Countdown, End, Pair, Worker, close, connected_back, linked, run_together
-from support import AT_ONCE, PATIENCE, eventually, in_thread, our_threads
+from support import AT_ONCE, PATIENCE, eventually, our_threads
 from telegrad._core.interface import DataPlane
 from telegrad._core.python import plane as python_plane
 from telegrad._wire.messages import Goodbye, Reply
@@ -252,59 +252,6 @@ def test_a_thread_does_something_before_it_waits_for_another_worker(link_with: L
     assert caller.plane.before_waiting(None) is act
     caller.ask()
     assert done == ["act", "act"]
-
-
-# --- attending --------------------------------------------------------------------------------------------------------
-
-
-def test_attending_handles_messages_here_and_leaves_calls_to_others(make_plane: Any) -> None:
-    with linked(make_plane, "unix", reading=False) as (caller, callee):
-        here: list[int] = []
-        callee.worker.on_message = lambda link, frame: here.append(threading.get_ident())
-        for number in range(3):
-            caller.message(number)
-        answered = in_thread(lambda: caller.ask(text="call"))
-        assert eventually(lambda: caller.plane.pending)
-
-        def attend() -> bool:
-            callee.plane.attend(callee.link, lambda: False)
-            return len(here) == 3 and not caller.plane.pending
-
-        assert eventually(attend)
-        assert set(here) == {threading.get_ident()}
-        assert answered().message.body.tree == "call"
-        assert eventually(lambda: not callee.plane.unfinished)
-
-
-def test_attending_ends_when_it_is_done_or_another_thread_reads(make_plane: Any) -> None:
-    with linked(make_plane, "unix") as (caller, callee):
-        callee.plane.attend(callee.link, lambda: True)
-        with Gates(callee.worker) as gates:
-            pending = caller.call("block")
-            gates.wait_entered()
-            callee.plane.attend(callee.link, lambda: False)
-        caller.result(pending)
-        caller.ask()
-
-
-def test_messages_behind_one_that_blocks_while_attending_are_handled(make_plane: Any) -> None:
-    with linked(make_plane, "unix", reading=False) as (caller, callee):
-        gate, second = threading.Event(), threading.Event()
-
-        def handle(link: Any, frame: Any) -> None:
-            if frame.message.rref_id[1]:
-                second.set()
-            else:
-                assert second.wait(PATIENCE)
-                gate.set()
-
-        callee.worker.on_message = handle
-        callee.start_reading()
-        time.sleep(0.2)  # nothing happens for a while
-        caller.message(0)
-        caller.message(1)
-        while not gate.is_set():
-            callee.plane.attend(callee.link, gate.is_set)
 
 
 # --- nothing is lost --------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_to_make_it_and_to_use_it_is_one_call_each(trio: Cluster) -> None:
 def test_a_forward_counts_no_references() -> None:
     with cluster("a", "b", timeout=PATIENCE) as workers, workers.on("a"):
         remote = RemoteModule("b", Block, (4, 3))
-        remote(batch())  # whatever creating it left to be sent lazily goes along
+        remote(batch())
         before = workers.faults.carried
         remote(batch())
         assert workers.faults.carried == before + 2  # the call and the answer

@@ -57,15 +57,13 @@ def test_a_link_has_one_owner() -> None:
     assert scheduler.own(link, Owner())
 
 
-def test_the_owner_runs_what_it_read_in_order_and_sends_the_answers_together() -> None:
+def test_the_owner_runs_what_it_read_in_order() -> None:
     scheduler, link = Scheduler(4), LinkSchedule()
     me = owner_of(scheduler, link)
     first, second, third = call(1), message(2), call(3)
     assert scheduler.next_of_link(link, me, None, [first, second, third]) is first
-    assert link.more
     assert scheduler.next_of_link(link, me, first) is second
     assert scheduler.next_of_link(link, me, second) is third
-    assert not link.more
     assert scheduler.next_of_link(link, me, third) is None
     assert scheduler.unfinished == scheduler.calls_running == 0
 

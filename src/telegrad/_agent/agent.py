@@ -55,7 +55,6 @@ _GOODBYE_SECONDS = 2.0
 _CONNECT_SECONDS = 60.0  # for a call without a deadline
 _SHORTEST_DIAL = 2.0  # a call with a shorter timeout connects too, or such calls would never reach their worker
 _TICK_SECONDS = 1.0
-_LAZY_SECONDS = 0.05  # after which a lazy message is sent alone, if no other message took it along
 
 MessageHandler = Callable[[int, Any, Callable[[], Any]], None]  # the sender, the message, what opens its value
 
@@ -283,27 +282,25 @@ class Agent:
         message: InternalMessage,
         value: Any = None,
         tensors: values.Bundle | None = None,
-        lazily: bool = False,
+        dials: bool = True,
     ) -> bool:
         """Sends an internal message.  False: the worker is gone.
 
-        ``lazily``: no worker waits for it, so it goes along with the next message, or a little later.
+        If there is no link yet, the calling thread dials; if it must not (``dials``), another does.
         """
         peer = self.peer(to)
         link = peer.link
         if link is None:
             if peer.state is not PeerState.KNOWN:
                 return False
-            if lazily:
+            if not dials:
                 self._send_when_reached(peer, (message, value, tensors))
                 return True
             link = self.reach(peer)
             if link is None:
                 return False
         if value is None and tensors is None:
-            link.send(message, lazily=lazily)
-            if lazily:
-                self.tick_within(_LAZY_SECONDS)
+            link.send(message)
         else:
             marshal = self.marshal
             packed = marshal.close(link, tensors) if tensors is not None else marshal.pack(peer, link, value)
@@ -366,11 +363,6 @@ class Agent:
         """Runs it on a thread of this worker that may block."""
         self.plane.submit(_apply, function, args)
 
-    def attend(self, worker: int, done: Callable[[], bool]) -> None:
-        """Handles on the calling thread what that worker sends, for a moment and while it is not ``done``."""
-        for link in list(self.peer(worker).accepted):
-            self.plane.attend(link, done)
-
     def tick_within(self, seconds: float) -> None:
         self.plane.wake_before(time.monotonic() + seconds)
 
@@ -432,7 +424,7 @@ class Agent:
         return WorkerLostError(f"worker {peer.name!r} {verb}{reason}{what}")
 
     def tick(self, now: float) -> float:
-        """Deadlines, unsent messages and dead peers; returns when it wants to be called again."""
+        """Deadlines and dead peers; returns when it wants to be called again."""
         soonest = now + _TICK_SECONDS
         for pending in self.plane.pending:
             if pending.deadline <= now:
@@ -443,10 +435,6 @@ class Agent:
         soonest = min(soonest, now + self.now_and_then())
         others = [peer for peer in self.peers if peer.id != self.me.worker_id]
         self.liveness.look(others)
-        for peer in self.peers:
-            for link in peer.links:
-                if link.has_unsent:
-                    self.submit(link.flush, 0.0)
         if now > self._next_trim:
             self._next_trim = now + _TRIM_SECONDS
             self.marshal.trim()
@@ -464,8 +452,7 @@ class Agent:
         for peer in self.peers:
             if peer.id != self.me.worker_id:
                 for link in peer.links:
-                    link.send(Goodbye(), lazily=True)
-                    link.flush(deadline)
+                    link.send_last(Goodbye(), deadline)
 
     def close(self, timeout: float = 5.0) -> None:
         self.closing = True

@@ -127,7 +127,7 @@ class Marshal:
                 memory = theirs.view(buffer.segment, buffer.fd, buffer.size)
             except OSError as error:
                 for lost in shared[len(views) :]:
-                    link.send(SegmentReleased(lost.segment), lazily=True)
+                    link.send(SegmentReleased(lost.segment))
                 raise WorkerLostError(f"worker {peer.name!r} took {buffer.size:,} bytes away: {error}") from error
             self._borrowed.add(memory, _Borrowed(link, theirs, buffer.segment, now))
             views.append(memory)
@@ -137,13 +137,13 @@ class Marshal:
         """Tells the peers which of their segments are free: with the next message, since a send of its own would only
         wake them."""
         for loan in self._borrowed.returned():
-            loan.link.send(SegmentReleased(loan.segment), lazily=True)
+            loan.link.send(SegmentReleased(loan.segment))
 
     def discard(self, link: Link, body: Body) -> None:
         """A body that nobody wants any more: lets go of what it holds over there."""
         for buffer in body.buffers:
             if type(buffer) is InSegment:
-                link.send(SegmentReleased(buffer.segment), lazily=True)
+                link.send(SegmentReleased(buffer.segment))
         for fork in body.rrefs:
             try:
                 self.make_reference(fork, link.peer_id)
@@ -155,7 +155,7 @@ class Marshal:
         self.give_back()
         for loan in self._borrowed.leave(lambda loan: time.monotonic() - loan.since > _KEPT_SECONDS):
             loan.segments.forget(loan.segment)
-            loan.link.send(SegmentReleased(loan.segment, kept=True), lazily=True)
+            loan.link.send(SegmentReleased(loan.segment, kept=True))
         self.buffers.trim()
         self.segments.trim()
         for theirs in list(self._peer_segments.values()):

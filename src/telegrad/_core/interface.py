@@ -49,21 +49,19 @@ class Link(Protocol):
     kept: dict[int, Any]  # by call id: what must not be freed before the answer comes
     held: dict[int, Any]  # segments of shared memory that the peer uses; kept here for ``_agent.marshal``
 
-    def send(
-        self, message: Message, buffers: Sequence[memoryview] = (), deadline: float = ..., lazily: bool = False
-    ) -> None:
+    def send(self, message: Message, buffers: Sequence[memoryview] = (), deadline: float = ...) -> None:
         """Sends a message.  When this returns the caller may change the buffers.
 
         While the peer reads nothing, a message with buffers blocks until the deadline; the rest, and a message without
-        buffers, is then sent by another thread.  ``lazily``: the message goes along with the next one, or within a
-        second.  A broken connection is reported to ``Events.link_broken``, not raised.
+        buffers, is then sent by another thread.  A broken connection is reported to ``Events.link_broken``, not raised.
         """
 
     @property
     def has_unsent(self) -> bool: ...
 
-    def flush(self, deadline: float) -> None:
-        """Sends what was sent lazily; see ``send`` for the deadline."""
+    def send_last(self, message: Message, deadline: float) -> None:
+        """Sends a message without buffers before the link is closed; waits until the deadline while the peer reads
+        nothing."""
 
     def fail(self, reason: str) -> None:
         """Closes the connection and reports its end."""
@@ -156,11 +154,6 @@ class DataPlane(Protocol):
 
     def blocking(self) -> AbstractContextManager[None]:
         """Around a wait for another worker: other threads take over what the calling thread would do next."""
-
-    def attend(self, link: Any, done: Callable[[], bool]) -> None:
-        """Handles on the calling thread what arrives on an accepted link, for a moment and while it is not ``done``.
-
-        Calls are still left to other threads.  Returns at once if another thread reads the link."""
 
     def before_waiting(self, act: Callable[[], None] | None) -> Callable[[], None] | None:
         """Sets what the calling thread does before it waits for another worker; returns what it was."""

@@ -26,7 +26,6 @@ from telegrad._wire.messages import (
     ForkRefused,
     ForkRequest,
     RemoteCall,
-    Reply,
     RRefFork,
     UserDelete,
 )
@@ -70,10 +69,6 @@ class Owned:
     @property
     def done(self) -> bool:
         return self._done.is_set()
-
-    @property
-    def awaited(self) -> bool:
-        return bool(self._waiting)
 
     def __len__(self) -> int:
         """The number of callbacks that wait for it."""
@@ -257,13 +252,8 @@ class References:
         def finish(result: Any, error: BaseException | None = None) -> None:
             if error is not None:
                 let_go_of_frames(error)  # they hold the arguments, and the handler
-            if value.awaited:
-                link.send(Reply(message.call_id), lazily=True)  # with the value itself, if it goes the same way
-                value.set(result, error)
-                link.flush(0.0)
-            else:
-                value.set(result, error)
-                self.agent.answer(link, message.call_id, None)
+            value.set(result, error)
+            self.agent.answer(link, message.call_id, None)
 
         execute(self.agent, link, frame, finish, lambda error: finish(None, error))
 
@@ -317,7 +307,7 @@ class References:
         for instruction in instructions:
             match instruction:
                 case Send(to, message):
-                    self.agent.send_message(to, message, lazily=True)
+                    self.agent.send_message(to, message, dials=False)
                 case Free(rref_id):
                     with self._lock:  # unless its RemoteCall came after the event that freed it
                         freed = None if self.ledger.owned.has(rref_id) else self._owned.pop(rref_id, None)

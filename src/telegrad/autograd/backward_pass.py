@@ -287,12 +287,6 @@ class Pass:
     def has_ended(self) -> bool:
         return self.over or self.error is not None
 
-    def awaited(self) -> int | None:
-        """One of the workers from which a message must come before the pass can end."""
-        with self.lock:
-            waits = self.local.flow.awaited or (self._plan.wave.awaited if self._plan is not None else ())
-            return next(iter(waits), None)
-
     def waits_for(self, worker: int) -> bool:
         """Whether this pass cannot end without a message from that worker."""
         with self.lock:

@@ -72,10 +72,7 @@ class Engine:
         """Waits until the pass is over; raises its error if it failed."""
         if not this.over:
             with self._agent.blocking():
-                # For a moment the thread reads what it waits for itself: a hop to another costs more than a small pass.
-                if (worker := this.awaited()) is not None:
-                    self._agent.attend(worker, this.has_ended)
-                if not (this.over or this.error is not None or this.wait()):
+                if not this.wait():
                     raise too_late(self._agent, this)
         if not this.over:
             assert this.error is not None

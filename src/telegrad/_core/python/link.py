@@ -79,18 +79,22 @@ class PythonLink(LinkSchedule):
 
     # --- sending ------------------------------------------------------------------------------------------------
 
-    def send(
-        self, message: Message, buffers: Sequence[memoryview] = (), deadline: float = math.inf, lazily: bool = False
-    ) -> None:
+    def send(self, message: Message, buffers: Sequence[memoryview] = (), deadline: float = math.inf) -> None:
         header = codec.encode(message)
         if buffers:
             size = sum(len(buffer) for buffer in buffers)
             self.flush(deadline, (prefix(len(header), size) + header, buffers))
-            return
-        self.outbox.append((prefix(len(header), 0) + header, ()))
-        # While the owner of this link has more requests to run, it sends their answers together afterwards.
-        if not self.more and not lazily:
+        else:
+            self.outbox.append((prefix(len(header), 0) + header, ()))
             self.flush(0.0)
+
+    def send_last(self, message: Message, deadline: float) -> None:
+        header = codec.encode(message)
+        self.flush(deadline, (prefix(len(header), 0) + header, ()))
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self.outbox)
 
     def flush(self, deadline: float, last: tuple[bytes, Sequence[memoryview]] | None = None) -> None:
         """Sends all that waits, and then ``last``, or leaves it to the thread that is sending.
@@ -125,10 +129,6 @@ class PythonLink(LinkSchedule):
                 last, deadline = None, 0.0  # what other threads have added is not waited for
             elif not acquired:
                 return
-
-    @property
-    def has_unsent(self) -> bool:
-        return bool(self.outbox)
 
     def _send_all(self, deadline: float) -> bool:
         """Whether the peer took all of it before the deadline."""

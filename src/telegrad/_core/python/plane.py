@@ -2,8 +2,8 @@
 
 What decides which thread does what is ``scheduler``; here is what they do:
 
-* Idle threads wait in one epoll.  A thread that is woken for an accepted link owns it: it reads, runs what it has read,
-  sends the answers together, looks for more during ``SPIN``, and only then lets the epoll watch the link again.
+* Idle threads wait in one epoll.  A thread that is woken for an accepted link owns it: it reads, runs what it has
+  read, looks for more during ``SPIN``, and only then lets the epoll watch the link again.
 * A thread that waits for the answer to its own call reads the link itself if no other thread does.  So the epoll
   watches a dialled link for answers only while calls are pending that no thread waits for; and an idle one, from the
   next tick of ``Events`` on until a thread reads it, for what may come unasked: a late answer, a segment that is given
@@ -320,8 +320,6 @@ class PythonPlane:
         here = self._here
         link, here.link, me = here.link, None, here.me
         if link is not None and me is not None and self._scheduler.give_up(link, me, works):
-            if link.outbox:
-                link.flush(0.0)
             self._watch(link, BYTES)
 
     def _start_thread(self) -> None:
@@ -407,8 +405,6 @@ class PythonPlane:
             if link.owner is not me:
                 here.link = None
                 return
-            if link.outbox:
-                link.flush(0.0)
             if link.closed or not self._look(link, link.poll):
                 break
         self._give_up_link(works)
@@ -440,40 +436,6 @@ class PythonPlane:
             raise error  # a Ctrl-C on a thread of the user's
         log.error("worker %r failed in an internal task", self._name, exc_info=error)
 
-    def attend(self, link: PythonLink, done: Callable[[], bool]) -> None:
-        scheduler, here, me = self._scheduler, self._here, Owner()
-        outer = here.link, here.me, here.work
-        try:
-            here.link, here.me = link, me
-            if not scheduler.own(link, me):
-                return
-            self._watch(link, END)
-            if self._timer.sleeps:
-                self._timer.ring()
-            while link.owner is me and not link.closed and not done() and self._look(link, link.poll):
-                works: list[Work] = []
-                try:
-                    self._receive(link, works)
-                    calls = [work for work in works if work.is_call]
-                    if calls:
-                        self._queue(calls)
-                    work = scheduler.next_of_link(link, me, None, [work for work in works if not work.is_call])
-                except BaseException:
-                    self._interrupted(link, ())
-                    raise
-                while work is not None:
-                    self._run(work)
-                    work = scheduler.next_of_link(link, me, work)
-        except BaseException:  # a Ctrl-C
-            scheduler.interrupted(me)
-            raise
-        finally:
-            here.link, here.me = link, me
-            self._give_up_link()
-            here.link, here.me, here.work = outer
-            if scheduler.has_queued:  # what an interrupted thread had read
-                self._poller.wake()
-
     # --- time ---------------------------------------------------------------------------------------------------
 
     def _is_busy(self) -> bool:
@@ -484,8 +446,6 @@ class PythonPlane:
         lost, wake = self._scheduler.tick(time.monotonic(), time.process_time())
         for link in lost:
             assert isinstance(link, PythonLink)
-            if link.outbox:
-                self.submit(lambda link, _: link.flush(0.0), link)
             self._watch(link, BYTES)
         if wake:
             self._poller.wake()

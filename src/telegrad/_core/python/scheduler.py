@@ -52,7 +52,6 @@ class LinkSchedule:
         self.unbegun: deque[Work] = deque()  # read by the owner
         self.begun = 0  # how many the owner has begun
         self.begun_at_tick = -1  # the same, at the last tick
-        self.more = False  # the owner will run another after the one that it runs, so answers can be sent together
         self.slow = False
 
 
@@ -123,7 +122,6 @@ class Scheduler:
             if link.owner is not me:
                 self._enqueue(arrived)
                 return None
-            link.more = False
             unbegun = link.unbegun
             unbegun.extend(arrived)
             if self.calls_running >= self._limit + self._extra:
@@ -131,19 +129,12 @@ class Scheduler:
                     self._calls.append(unbegun.popleft())
             if not unbegun:
                 return None
-            more = len(unbegun) > 1  # a Ctrl-C may come in this call, but not between the following lines
             self._running += 1
             self.calls_running += unbegun[0].is_call
             self._changes += unbegun[0].is_call
             link.begun += 1
-            me.runs, link.more = True, more
+            me.runs = True
             return unbegun.popleft()
-
-    def interrupted(self, me: Owner) -> None:
-        """A thread of the user's was interrupted, perhaps inside of ``next_of_link``.  It runs messages, not calls."""
-        with self._lock:
-            self._running -= me.runs
-            me.runs = False
 
     def give_up(self, link: LinkSchedule, me: Owner, arrived: Sequence[Work] = ()) -> bool:
         """The owner lets go of the link, and of what it has read; False if it owned it no more."""
@@ -156,7 +147,7 @@ class Scheduler:
             return owns
 
     def _take_away(self, link: LinkSchedule) -> None:
-        link.owner, link.more = None, False
+        link.owner = None
         self.owned.discard(link)
         if link.unbegun:
             self._enqueue(link.unbegun)

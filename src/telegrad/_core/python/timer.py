@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from telegrad._core.python.poller import Bell
 
-TICK = 1e-3  # Seconds after which a thread that still runs the same request lets others read its link.
+TICK = 3e-3  # Seconds after which a thread that still runs the same request lets others read its link.
 _QUIET_TICKS = 50  # after which it sleeps
 
 

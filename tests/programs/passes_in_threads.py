@@ -1,4 +1,4 @@
-"""Several threads of one worker, each with contexts in which sources meet: all attend the same link at times."""
+"""Several threads of one worker, each with contexts in which sources meet."""
 
 from __future__ import annotations
 
